@@ -1,6 +1,7 @@
 """The kernels of a mixture of experts on a GPU: are they correct, and how near to the memory's speed?
 
     python benchmarks/moe.py [check|time|step|tune ...]      # default: all four, in about two minutes
+    python benchmarks/moe.py check time --formats fp8 fp8-blocks mxfp4      # experts in fewer bits
 
 check   the output of a layer against its float64 reference, and twice the same bits
 time    a layer with the tiles of `expert_tuning`, by kernel
@@ -20,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +35,22 @@ from paceline.engine.cuda.model import GemmTuning
 from paceline.engine.cuda.precompile import precompile
 from paceline.engine.engine import Engine
 from paceline.engine.precision import Precision
-from paceline.kernels.experts import (
+from paceline.kernels.expert_tuning import (
     ExpertTile,
     ExpertTuning,
+    expert_tuning,
+    fp8_expert_tuning,
+    mxfp4_expert_tuning,
+)
+from paceline.kernels.expert_weights import ExpertMatrices, quantise_fp8_experts, quantise_mxfp4
+from paceline.kernels.experts import (
     ExpertWorkspace,
     add_down,
     add_gate_up,
-    expert_tuning,
     experts_reference,
 )
 from paceline.kernels.linear import LinearTuning, decode_tuning
+from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LISTED_ROWS, RoutedRows, RouterOptions, route, route_reference
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
@@ -57,19 +64,31 @@ HIDDEN, FFN, EXPERTS, CHOSEN, EPS = 2048, 768, 128, 8, 1e-6
 OPTIONS = RouterOptions(EXPERTS, CHOSEN)
 LAYERS, DEVICE, DTYPE, PDL = 4, "cuda", "bfloat16", True
 ROWS = (1, 8, 16, 64, 256, 2048, 8192)
-EXPERT_BYTES = 3 * FFN * HIDDEN * 2
+FORMATS: dict[str, Callable[[Tensor], ExpertMatrices]] = {
+    "bf16": lambda weight: weight,
+    "fp8": quantise_fp8_experts,
+    "fp8-blocks": lambda weight: quantise_fp8_experts(weight, (128, 128)),
+    "mxfp4": quantise_mxfp4,
+}
 
 
 class Layer(NamedTuple):
     router: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ExpertMatrices
+    down: ExpertMatrices
     x: Tensor
+    inputs: Tensor | None  # float16, of quantised experts
+    norm: Tensor
     routed: RoutedRows
     load: Tensor
 
+    @property
+    def expert_bytes(self) -> float:
+        matrices: tuple[Any, ...] = (self.gate_up, self.down)
+        return sum(one.nbytes if isinstance(one, Tensor) else one.num_bytes for one in matrices) / EXPERTS
 
-def make_layers(rows: int, device: str = "") -> list[Layer]:
+
+def make_layers(rows: int, kind: str, device: str = "") -> list[Layer]:
     """Layers of random weights, the same for every number of rows, and random rows."""
     device = device or DEVICE
 
@@ -78,32 +97,39 @@ def make_layers(rows: int, device: str = "") -> list[Layer]:
             return torch.empty(shape, dtype=BF16, device="meta")
         return randn(*shape, scale=scale)
 
-    if not _WEIGHTS or device == "meta":
-        weights = [
+    if (kind, device) not in _WEIGHTS:
+        make = FORMATS[kind]
+        _WEIGHTS.clear()  # those of another format
+        _WEIGHTS[kind, device] = [
             (
                 random(EXPERTS, HIDDEN, scale=4 * HIDDEN**-0.5),
-                random(EXPERTS, 2 * FFN, HIDDEN, scale=HIDDEN**-0.5),
-                random(EXPERTS, HIDDEN, FFN, scale=4 * FFN**-0.5),
+                make(random(EXPERTS, 2 * FFN, HIDDEN, scale=HIDDEN**-0.5)),
+                make(random(EXPERTS, HIDDEN, FFN, scale=4 * FFN**-0.5)),
             )
             for _ in range(LAYERS)
         ]
-        if device == "meta":
-            return [_layer(one, random(rows, HIDDEN, scale=1), rows, device) for one in weights]
-        _WEIGHTS.extend(weights)
-    return [_layer(one, random(rows, HIDDEN, scale=1), rows, device) for one in _WEIGHTS]
+    return [_layer(one, random(rows, HIDDEN, scale=1), rows, device) for one in _WEIGHTS[kind, device]]
 
 
-_WEIGHTS: list[tuple[Tensor, Tensor, Tensor]] = []
+_WEIGHTS: dict[tuple[str, str], list[tuple[Tensor, ExpertMatrices, ExpertMatrices]]] = {}
 
 
-def _layer(weights: tuple[Tensor, Tensor, Tensor], x: Tensor, rows: int, device: str) -> Layer:
+def _layer(weights: tuple[Tensor, ExpertMatrices, ExpertMatrices], x: Tensor, rows: int, device: str) -> Layer:
     load = torch.zeros(EXPERTS, dtype=torch.int64, device=device)
-    return Layer(*weights, x, RoutedRows.empty(rows, OPTIONS, device), load)
+    inputs = None if isinstance(weights[1], Tensor) else torch.empty_like(x, dtype=torch.float16)
+    norm = torch.ones(HIDDEN, dtype=BF16, device=device)
+    return Layer(*weights, x, inputs, norm, RoutedRows.empty(rows, OPTIONS, device), load)
 
 
-def workspace_for(rows: int, device: str = "") -> ExpertWorkspace:
-    device = device or DEVICE
-    return ExpertWorkspace.empty(rows, CHOSEN, EXPERTS, FFN, HIDDEN, torch.empty(0, dtype=BF16, device=device))
+def workspace_for(rows: int, kind: str, device: str = "") -> ExpertWorkspace:
+    like = torch.empty(0, dtype=BF16, device=device or DEVICE)
+    operands = None if kind == "bf16" else torch.float16
+    return ExpertWorkspace.empty(rows, CHOSEN, EXPERTS, FFN, HIDDEN, like, operands)
+
+
+def tuning_for(rows: int, kind: str) -> ExpertTuning:
+    tuned = {"bf16": expert_tuning, "mxfp4": mxfp4_expert_tuning}.get(kind, fp8_expert_tuning)
+    return tuned(rows, CHOSEN, EXPERTS)
 
 
 def do_route(layer: Layer, tuning: ExpertTuning, pdl: bool = True) -> None:
@@ -112,7 +138,13 @@ def do_route(layer: Layer, tuning: ExpertTuning, pdl: bool = True) -> None:
 
 
 def do_gate_up(layer: Layer, tuning: ExpertTuning, workspace: ExpertWorkspace, pdl: bool = True) -> None:
-    add_gate_up(layer.x, layer.gate_up, layer.routed, workspace, tuning, normed=True, pdl=pdl and PDL)
+    """With the norm of the inputs of quantised experts, which is a launch of its own."""
+    pdl = pdl and PDL
+    if layer.inputs is None:
+        add_gate_up(layer.x, layer.gate_up, layer.routed, workspace, tuning, normed=True, pdl=pdl)
+    else:
+        rms_norm(layer.x, layer.norm, EPS, layer.inputs, pdl=pdl)
+        add_gate_up(layer.inputs, layer.gate_up, layer.routed, workspace, tuning, pdl=pdl)
 
 
 def do_down(layer: Layer, tuning: ExpertTuning, workspace: ExpertWorkspace, out: Tensor, pdl: bool = True) -> None:
@@ -158,17 +190,19 @@ def candidates(rows: int) -> list[ExpertTuning]:
     ]
 
 
-def compile_ahead(rows_list: list[int], folder: Path) -> None:
+def compile_ahead(rows_list: list[int], kinds: list[str], folder: Path, *, tunes: bool) -> None:
     """Compiles all variants in parallel, since launching would compile them one by one."""
     found: set[KernelVariant] = set()
     began = time.perf_counter()
-    for rows in rows_list:
-        layer, workspace = make_layers(rows, "meta")[0], workspace_for(rows, "meta")
-        with recorded_launches() as launches:
-            for tuning in {*candidates(rows), expert_tuning(rows, CHOSEN, EXPERTS)}:
-                do_layer(layer, tuning, workspace, layer.x)
-            do_layer(layer, expert_tuning(rows, CHOSEN, EXPERTS), workspace, layer.x, pdl=False)
-        found |= launches
+    for kind in kinds:
+        for rows in rows_list:
+            layer, workspace = make_layers(rows, kind, "meta")[0], workspace_for(rows, kind, "meta")
+            default = tuning_for(rows, kind)
+            with recorded_launches() as launches:
+                for tuning in {*(candidates(rows) if tunes else ()), default}:
+                    do_layer(layer, tuning, workspace, layer.x)
+                do_layer(layer, default, workspace, layer.x, pdl=False)
+            found |= launches
     arch, failed = compile_variants(found, folder)
     spec = shape("qwen3-30b-a3b").with_layers(range(2))
     scheduler = SchedulerConfig(num_pages=2048, context_tokens=4096, max_running=16, max_batch_tokens=4096)
@@ -179,11 +213,11 @@ def compile_ahead(rows_list: list[int], folder: Path) -> None:
 # ---------------------------------------------------------------------- check
 
 
-def check(rows_list: list[int]) -> None:
-    print("\ncheck     rows  other experts  error of a row: mean, worst   same bits again")
+def check(rows_list: list[int], kind: str) -> None:
+    print(f"\ncheck     rows  other experts  error of a row: mean, worst   same bits again   ({kind})")
     for rows in rows_list:
-        layer, workspace = make_layers(rows)[0], workspace_for(rows)
-        tuning = expert_tuning(rows, CHOSEN, EXPERTS)
+        layer, workspace = make_layers(rows, kind)[0], workspace_for(rows, kind)
+        tuning = tuning_for(rows, kind)
         out, again = torch.empty_like(layer.x), torch.empty_like(layer.x)
         for target in (out, again):
             do_layer(layer, tuning, workspace, target)
@@ -221,18 +255,19 @@ def used_experts(layers: list[Layer]) -> float:
     return sum(int((layer.routed.matrix > 0).any(0).sum()) for layer in layers) / len(layers)
 
 
-def rates(rows: int, experts: float, us: float, share: float) -> str:
+def rates(rows: int, experts: float, us: float, expert_bytes: float, share: float = 1.0) -> str:
     """share: of the weights of an expert."""
-    bytes_read = experts * EXPERT_BYTES * share
+    bytes_read = experts * expert_bytes * share
     flops = 2 * rows * CHOSEN * 3 * FFN * HIDDEN * share
     return f"{bytes_read / us / 1e6:5.2f} TB/s {flops / us / 1e6:6.1f} TFLOP/s"
 
 
-def time_layers(rows_list: list[int]) -> None:
-    print("\ntime      rows  experts   layer µs                            without PDL, route+sort, gate_up, down, µs")
+def time_layers(rows_list: list[int], kind: str) -> None:
+    parts_named = "without PDL, route+sort, gate_up, down, µs"
+    print(f"\ntime      rows  experts   layer µs                            {parts_named}   ({kind})")
     for rows in rows_list:
-        layers, workspace = make_layers(rows), workspace_for(rows)
-        tuning = expert_tuning(rows, CHOSEN, EXPERTS)
+        layers, workspace = make_layers(rows, kind), workspace_for(rows, kind)
+        tuning = tuning_for(rows, kind)
         out = torch.empty_like(layers[0].x)
         total = per_layer(lambda layer, t=tuning, w=workspace, o=out: do_layer(layer, t, w, o), layers)
         parts = [
@@ -243,7 +278,7 @@ def time_layers(rows_list: list[int]) -> None:
         ]
         count = used_experts(layers)
         print(
-            f"      {rows:8}  {count:7.1f}   {total:8.1f} {rates(rows, count, total, 1.0)}   "
+            f"      {rows:8}  {count:7.1f}   {total:8.1f} {rates(rows, count, total, layers[0].expert_bytes)}   "
             + "   ".join(f"{part:8.1f}" for part in parts),
             flush=True,
         )
@@ -252,9 +287,12 @@ def time_layers(rows_list: list[int]) -> None:
 # ---------------------------------------------------------------------- step
 
 
-def step(_: list[int]) -> None:
+def step(_: list[int], kind: str) -> None:
     """The device time of decode batches, per layer: the head and the sampling of a model without layers are subtracted
     by comparing eight layers with two."""
+    if kind != "bf16":
+        print(f"\nstep      is for bf16 only, not for {kind}")
+        return
     print("\nstep      µs per layer, by rows of a decode batch with contexts of about 150 tokens")
     choices: dict[str, GemmTuning] = {
         "fused qkv and out": decode_tuning,
@@ -303,12 +341,12 @@ def _decode_times(num_layers: int, tuning: GemmTuning) -> dict[int, float]:
 # ---------------------------------------------------------------------- tune
 
 
-def tune(rows_list: list[int]) -> None:
+def tune(rows_list: list[int], kind: str) -> None:
     for rows in rows_list:
-        layers, workspace = make_layers(rows), workspace_for(rows)
+        layers, workspace = make_layers(rows, kind), workspace_for(rows, kind)
         out = torch.empty_like(layers[0].x)
         times: dict[str, dict[tuple[object, ...], float]] = {"gate_up": {}, "down": {}}
-        default = expert_tuning(rows, CHOSEN, EXPERTS)
+        default = tuning_for(rows, kind)
         routed_for = None
         for tuning in sorted({*candidates(rows), default}, key=lambda one: (one.block_m, repr(one))):
             if routed_for != tuning.block_m:
@@ -335,10 +373,11 @@ def tune(rows_list: list[int]) -> None:
             ("down", 1 / 3, (default.block_m, *_numbers(default.down), default.split)),
         ):
             ranked = sorted(times[name].items(), key=lambda item: item[1])
-            print(f"\ntune {rows} rows, {name}: block_m, block_n, block_k, warps, stages{', split' * (name == 'down')}")
+            named = "block_m, block_n, block_k, warps, stages" + ", split" * (name == "down")
+            print(f"\ntune {kind}, {rows} rows, {name}: {named}")
             for key, us in [*ranked[:6], *(item for item in ranked[6:] if item[0] == now)]:
                 mark = "  <- today" if key == now else ""
-                print(f"   {us:8.1f} µs  {rates(rows, count, us, share)}  {key}{mark}")
+                print(f"   {us:8.1f} µs  {rates(rows, count, us, layers[0].expert_bytes, share)}  {key}{mark}")
             best_by_m = {key[0]: us for key, us in reversed(ranked)}
             print("   best by block_m:", {m: round(us, 1) for m, us in sorted(best_by_m.items(), key=repr)}, flush=True)
 
@@ -351,20 +390,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["check", "time", "step", "tune"])
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
+    parser.add_argument("--formats", nargs="*", default=["bf16"], choices=list(FORMATS))
     given = parser.parse_args()
     torch.manual_seed(0)
-    jobs: dict[str, Callable[[list[int]], None]] = {"check": check, "time": time_layers, "step": step, "tune": tune}
+    jobs: dict[str, Callable[[list[int], str], None]] = {
+        "check": check,
+        "time": time_layers,
+        "step": step,
+        "tune": tune,
+    }
     with tempfile.TemporaryDirectory() as folder:
         try:
-            compile_ahead(given.rows, Path(folder))
+            compile_ahead(given.rows, given.formats, Path(folder), tunes="tune" in given.what)
         except Exception:
             traceback.print_exc()
-        for name in given.what:
-            try:
-                with torch.inference_mode(mode=name != "step"):
-                    jobs[name](given.rows)
-            except Exception:
-                traceback.print_exc()
+        for kind in given.formats:
+            for name in given.what:
+                try:
+                    with torch.inference_mode(mode=name != "step"):
+                        jobs[name](given.rows, kind)
+                except Exception:
+                    traceback.print_exc()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -19,10 +21,23 @@ _CONFIG = {
 }  # fmt: skip
 
 
-def save_tiny_model(path: Path, *, vocab_size: int = 300, num_tokens: int | None = None, seed: int = 0) -> Path:
-    """num_tokens: of the tokenizer; default: as many as the model has."""
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 160, "moe_intermediate_size": 192, "num_experts": 3,
+    "num_experts_per_tok": 2, "num_attention_heads": 4, "head_dim": 16, "num_hidden_layers": 1, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def save_tiny_model(
+    path: Path,
+    *,
+    vocab_size: int = 300,
+    num_tokens: int | None = None,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """num_tokens: of the tokenizer; default: as many as the model has. options: of the config."""
     path.mkdir()
-    config = {**_CONFIG, "vocab_size": vocab_size}
+    config = {**_CONFIG, "vocab_size": vocab_size, **(options or {})}
     (path / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     parts = stored_parts(spec_from_config(config)).items()

@@ -113,9 +113,11 @@ def run_metrics(
     saved_tokens: int = 0,
     kv_dtype_bytes: int | None = None,
     saved_weight_bytes: int = 0,
+    saved_expert_bytes: int = 0,
 ) -> RunMetrics:
     """`saved_tokens`: KV positions that decode rows attend to and that were read once for several rows.
-    `kv_dtype_bytes`: if it is not `dtype_bytes`. `saved_weight_bytes`: how much smaller quantised weights are."""
+    `kv_dtype_bytes`: if it is not `dtype_bytes`. `saved_weight_bytes`: how much smaller quantised weights are;
+    `saved_expert_bytes`: those of experts, of which a pass reads some."""
     passes = timeline.passes
     decodes = [one for one in passes if not one.num_prompts]
     prefills = [one for one in passes if one.num_prompts]
@@ -129,6 +131,7 @@ def run_metrics(
     head = 0 if spec.tied else spec.vocab_size * spec.hidden_size
     weight_bytes = sum(spec.num_read_parameters(one.num_tokens) - head for one in decodes) * dtype_bytes
     weight_bytes -= saved_weight_bytes * len(decodes)
+    weight_bytes -= int(saved_expert_bytes * sum(spec.read_share_of_experts(one.num_tokens) for one in decodes))
     read = (addressed - saved_tokens) * kv_bytes
     return RunMetrics(
         seconds=seconds,

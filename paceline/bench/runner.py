@@ -193,6 +193,7 @@ class BenchRunner:
             device.stats.saved_tokens if device else 0,
             device.kv.dtype.itemsize if device else None,
             device.model.saved_weight_bytes if device else 0,
+            device.model.saved_expert_bytes if device else 0,
         )
         if self.config.trace is not None:
             self.timelines.append(timeline)

@@ -31,7 +31,15 @@ from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.kv_sizing import check_host_fits, check_models_fit, free_memory, num_kv_pages
 from paceline.engine.loaded_text import LoadedText, set_up_grammars
 from paceline.engine.loop import Trace
-from paceline.engine.precision import FP8_KV, Precision, check_arch, check_kv_dtype, rounding_group
+from paceline.engine.precision import (
+    FP8_KV,
+    GPU_FORMATS,
+    MXFP4_BITS,
+    Precision,
+    check_arch,
+    check_kv_dtype,
+    rounding_group,
+)
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.engine.virtual.build import build_virtual
 from paceline.model.decoder import Decoder
@@ -41,12 +49,14 @@ from paceline.model.gguf_tensors import is_quantised
 from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.lora import arrange_adapter, read_adapter
 from paceline.model.quantised import QuantisedTensor
+from paceline.model.quantization_config import BLOCK as FP8_BLOCK
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import (
     QuantisedWeights,
+    has_blocks,
     has_int4,
     load_decoder,
     quantised_bytes,
@@ -139,11 +149,13 @@ def build_engine(
     given_config = _with_threads(config, device)
     config = choose_precision(given_config, device, path)
     check_kv_dtype(config, device, config.dtype)
-    if config.max_lora_rank and config.quantization in ("fp8", "int4"):
+    if config.max_lora_rank and config.quantization in ("fp8", "int4") and not spec.num_experts:
         raise ConfigError(
             f"max_lora_rank is {config.max_lora_rank} and quantization is {config.quantization!r}: LoRA adapters need "
             "weights in 16 bits on a GPU; set quantization to none."
         )
+    if config.quantization == "mxfp4" and not spec.num_experts:
+        raise ConfigError("quantization is 'mxfp4', and the model has no experts: leave it out.")
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
         check_arch(config, 10 * major + minor)
@@ -176,7 +188,7 @@ def build_engine(
             group, stages = _links(config, _backend(config, device), 0, store, device)
         kernels = None
         if device == "cuda":
-            groups = int4_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
+            groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
             kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard_of(group), groups)
         with _one_thread():
             if text is not None:
@@ -241,7 +253,8 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     kernels, context = None, scheduler.context_tokens
     if setup.device == "cuda":
         specs = [spec] if draft is None else [spec, draft.spec]
-        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group))
+        groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
+        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group), groups)
     with _one_thread():
         fast = load_model(path, spec, setup.seed, config, setup.device, context, None, group, stages)
         drafter = None
@@ -264,7 +277,7 @@ def load_model(
 ) -> DecoderModel:
     """A decoder with its weights, in the precision of `choose_precision`. spec: that of the model at `path`; its
     vocabulary may have another size, which a draft model gets."""
-    if config.quantization not in ("none", "fp8", "int4"):
+    if config.quantization not in ("none", *GPU_FORMATS):
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
 
@@ -280,10 +293,10 @@ def load_model(
     options |= {"progress": progress, "group": group, "stages": stages}
     if path is None:
         return _arranged(random_decoder(spec, seed=seed, **options))
-    if config.quantization in ("fp8", "int4") and stored_quantization(path) == config.quantization:
-        from paceline.engine.cuda.quantised import keep_fp8, keep_int4  # not at the top: the CPU needs no Triton
+    if config.quantization in GPU_FORMATS and stored_quantization(path, shard_of(group).size) == config.quantization:
+        from paceline.engine.cuda.quantised import stored_weights  # not at the top: the CPU needs no Triton
 
-        options["keep"] = keep_fp8 if config.quantization == "fp8" else keep_int4
+        options["keep"] = stored_weights(config.quantization, spec)
     return _arranged(with_vocabulary(load_decoder(path, **options), spec.vocab_size))
 
 
@@ -298,10 +311,10 @@ def group_of_one() -> RankGroup:
 def choose_precision(config: EngineConfig, device: str, path: Path | None) -> EngineConfig:
     """With a dtype, and with quantization as it will be: none, or how the weights in `path` are quantised."""
     given = config.quantization
-    if given in ("fp8", "int4"):
-        on_cpu = "q8" if given == "fp8" else "q4"
+    if given in GPU_FORMATS:
+        on_cpu = {"fp8": "set quantization to q8, or ", "int4": "set quantization to q4, or "}.get(given, "")
         for refused, what in (
-            (device == "cpu", f"the device is a CPU: set quantization to {on_cpu}, or leave it out"),
+            (device == "cpu", f"the device is a CPU: {on_cpu}leave it out"),
             (given == "int4" and config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
             (config.dtype not in ("auto", "bfloat16"), f"dtype is {config.dtype!r}: set it to bfloat16"),
         ):
@@ -336,7 +349,9 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
                 is_kept = False
         stored = "none"
         if device == "cuda" and path is not None and config.dtype in ("auto", "bfloat16"):
-            stored = stored_quantization(path)
+            stored = stored_quantization(path, config.tp)
+            if stored == "none" and config.tp > 1 and stored_quantization(path) != "none":
+                log.warning("experts are expanded to bfloat16: tp %d divides columns that have one scale", config.tp)
         if stored == "int4" and config.num_ranks > 1:
             log.warning("weights in 4 bits are expanded to bfloat16: ranks (tp, pp) have no kernels for them")
             stored = "none"
@@ -348,23 +363,33 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
 
 def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> int:
     """The memory of the weights, with a config of `choose_precision`."""
-    is_kept = path is not None and config.quantization == stored_quantization(path)
+    is_kept = path is not None and config.quantization == stored_quantization(path, config.tp)
+    if is_kept and config.quantization in ("fp8", "mxfp4") and spec.num_experts:
+        bits = 8 if config.quantization == "fp8" else MXFP4_BITS
+        return 2 * spec.num_parameters - int(spec.num_expert_parameters * (16 - bits) / 8)
     if config.quantization in ("fp8", "int4") and path is not None and is_kept:
         tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
         bits = 8.0 if config.quantization == "fp8" else 4 + 32 / stored_group(path)
         return int((spec.num_parameters - tables) * bits / 8) + 2 * tables
-    if config.quantization not in ("none", "fp8", "int4"):  # those are loaded in 16 bits, then rounded layer by layer
+    if config.quantization not in ("none", *GPU_FORMATS):  # those are loaded in 16 bits, then rounded layer by layer
         assert path is not None, "only weights of a file are quantised"
         return quantised_bytes(path, config.quantization)
     return spec.num_parameters * (4 if config.dtype == "float32" else 2)
 
 
-def int4_groups(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path | None]]) -> tuple[int, ...]:
-    """Columns with one scale, of each of these models with 4-bit weights: as stored, or as they are rounded."""
-    if config.quantization != "int4":
+def scale_groups(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path | None]]) -> tuple[int, ...]:
+    """Columns with one scale, of each of these models with weights in 4 bits or FP8: as stored, or as they are
+    rounded; 0: all columns of a row."""
+
+    def group(spec: ModelSpec, path: Path | None) -> int:
+        is_stored = path is not None and stored_quantization(path, config.tp) == config.quantization
+        if config.quantization == "int4":
+            return stored_group(path) if path is not None and is_stored else rounding_group(spec)
+        return FP8_BLOCK if path is not None and is_stored and spec.num_experts and has_blocks(path) else 0
+
+    if config.quantization not in ("fp8", "int4"):
         return ()
-    is_stored = ((spec, path, path is not None and stored_quantization(path) == "int4") for spec, path in models)
-    return tuple(stored_group(path) if path and stored else rounding_group(spec) for spec, path, stored in is_stored)
+    return tuple(group(spec, path) for spec, path in models)
 
 
 def _is_quantised(path: Path | None) -> bool:
@@ -694,7 +719,7 @@ def kernel_options(
     path = None if shape is not None else find_model(model or DEFAULT_MODEL)
     spec = named_shape(shape) if path is None and shape is not None else read_spec(str(path))
     if path is not None and config.quantization == "auto":
-        config = replace(config, quantization=stored_quantization(path))
+        config = replace(config, quantization=stored_quantization(path, config.tp))
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     config = _with_adapters(config, spec, "cuda")
     specs, paths = [spec], [path]
@@ -702,7 +727,7 @@ def kernel_options(
         draft = find_draft_model(config.draft_model, spec, random=shape is not None)
         specs, paths = [*specs, draft.spec], [*paths, draft.path]
     scheduler = _scheduler_config(spec, _with_drafts(config, scheduler_options, "cuda"), "cuda")
-    groups = int4_groups(config, zip(specs, paths, strict=True))
+    groups = scale_groups(config, zip(specs, paths, strict=True))
     return specs, Precision.of(config, dtype, groups), scheduler
 
 

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 FP8_KV = "fp8_e4m3"
+GPU_FORMATS = ("fp8", "int4", "mxfp4")  # of weights in fewer bits than activations
 INT4_GROUPS = (128, 64, 32)
+MXFP4_BITS = 4.25  # of a number, with its part of a scale
 FP8_ARCH = 89  # the first one that converts FP8 numbers
 
 
@@ -20,18 +22,19 @@ FP8_ARCH = 89  # the first one that converts FP8 numbers
 class Precision:
     dtype: str  # of activations, and of weights that are not quantised
     kv_dtype: str = "auto"  # of the KV cache; auto: dtype
-    quantization: str = "none"  # of weights: none, fp8 or int4
+    quantization: str = "none"  # of weights: none, or one of GPU_FORMATS
     lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank
-    int4_groups: tuple[int, ...] = ()  # columns with one scale, of each model with 4-bit weights
+    # Columns with one scale, of each model with quantised weights: 4 bits, or experts in FP8 (0: all of a row).
+    scale_groups: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: EngineConfig, dtype: str, int4_groups: tuple[int, ...] = ()) -> Precision:
+    def of(cls, config: EngineConfig, dtype: str, scale_groups: tuple[int, ...] = ()) -> Precision:
         """As the options say. dtype: auto is known by now."""
         check_kv_dtype(config, "cuda", dtype)
         kv_dtype = FP8_KV if config.kv_dtype == FP8_KV else "auto"
         lora = (config.max_loras, config.max_lora_rank) if config.max_lora_rank else (0, 0)
-        quantization = config.quantization if config.quantization in ("fp8", "int4") else "none"
-        return cls(dtype, kv_dtype, quantization, lora, int4_groups if quantization == "int4" else ())
+        quantization = config.quantization if config.quantization in GPU_FORMATS else "none"
+        return cls(dtype, kv_dtype, quantization, lora, () if quantization == "none" else scale_groups)
 
     @property
     def kv_name(self) -> str:
@@ -56,11 +59,14 @@ def rounding_group(spec: ModelSpec) -> int:
 
 def check_arch(config: EngineConfig, arch: int) -> None:
     """Raises ConfigError for a GPU, by its architecture such as 90, that cannot convert FP8 numbers."""
-    for name, needed in (("kv_dtype", config.kv_dtype == FP8_KV), ("quantization", config.quantization == "fp8")):
+    for name, needed, remedy in (
+        ("kv_dtype", config.kv_dtype == FP8_KV, "leave it out"),
+        ("quantization", config.quantization == "fp8", "set it to none"),  # it may be that of the checkpoint
+    ):
         if needed and arch < FP8_ARCH:
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, which needs a GPU of sm_{FP8_ARCH} or newer, and this one is "
-                f"sm_{arch}: leave it out."
+                f"sm_{arch}: {remedy}."
             )
 
 

@@ -9,6 +9,8 @@ A decode batch only reads weights, so tiles are chosen for many bytes in flight;
 a pair is multiplied in between the two GEMMs, where values are still float32: `down` is linear, and its bias is
 multiplied when it is added. The RMSNorm factor of a row, which the router has computed, is applied to the accumulators
 of `gate` and `up`.
+
+Weights have 16 bits, or fewer (expert_weights.py); a program converts its tiles in registers.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -21,6 +23,19 @@ from dataclasses import dataclass
 import torch
 
 from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels.expert_tuning import ExpertTuning
+from paceline.kernels.expert_weights import (
+    ExpertMatrices,
+    add_mxfp4_product,
+    add_product,
+    block_k,
+    format_options,
+    load_quarters,
+    load_tile,
+    scales_of,
+    values_of,
+)
+from paceline.kernels.fp8 import to_operand
 from paceline.kernels.route_experts import LISTED_ROWS, RoutedRows, max_blocks
 
 
@@ -43,8 +58,8 @@ def experts_reference(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     eps: float | None = None,
     residual: torch.Tensor | None = None,
     gate_up_bias: torch.Tensor | None = None,
@@ -52,6 +67,7 @@ def experts_reference(
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """In float64. ids, weights [T, k]: of `route_reference`. With eps, RMSNorm is applied to x first."""
+    gate_up, down = (one if isinstance(one, torch.Tensor) else one.dequantise() for one in (gate_up, down))
     wide = x.double()
     if eps is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -74,6 +90,7 @@ def experts_reference(
 def _expert_gate_up_kernel(
     x,
     gate_up,
+    scales,
     bias,
     act,
     active,
@@ -92,6 +109,9 @@ def _expert_gate_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     LISTED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -101,7 +121,7 @@ def _expert_gate_up_kernel(
     # Columns vary fastest: programs that read the same rows run at the same time.
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -121,35 +141,44 @@ def _expert_gate_up_kernel(
         pair = tl.load(sorted + place, mask=inside, other=0)
         row = pair // TOP_K
     weight = tl.load(matrix + row.to(tl.int64) * E + expert, mask=inside, other=0.0)
-    inside_n = (n < N)[:, None]
+    inside_n = n < N
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32 if FORMAT == 2 else K  # elements of a row
     inputs = x + row.to(tl.int64)[:, None] * K + k[None, :]
-    gates = gate_up + expert.to(tl.int64) * (2 * N * K) + n.to(tl.int64)[:, None] * K + k[None, :]
+    gates = gate_up + expert.to(tl.int64) * (2 * N * WIDTH) + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    MASK_N: tl.constexpr = N % BLOCK_N != 0
+    MASK_K: tl.constexpr = K % BLOCK_K != 0
+    SCALED: tl.constexpr = FORMAT != 0 and SCALE_K < K  # else there is one scale per row, for the sum of all columns
+    NUM_SCALES: tl.constexpr = 2 * N // SCALE_N  # of a group of columns
+    gate_scales = scales + expert.to(tl.int64) * (NUM_SCALES * ((K + SCALE_K - 1) // SCALE_K))
+    gate_scales += n // SCALE_N
+    up_scales = gate_scales + NUM_SCALES // 2
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K:
-            inside_k = (start + k < K)[None, :]
-            a = tl.load(inputs + start, mask=inside[:, None] & inside_k, other=0.0)
-            w = tl.load(gates + start, mask=inside_n & inside_k, other=0.0)
-            v = tl.load(gates + N * K + start, mask=inside_n & inside_k, other=0.0)
-        elif N % BLOCK_N:
-            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
-            w = tl.load(gates + start, mask=inside_n, other=0.0)
-            v = tl.load(gates + N * K + start, mask=inside_n, other=0.0)
+        group = start // SCALE_K * NUM_SCALES
+        if FORMAT == 2:
+            a_0, a_1, a_2, a_3 = load_quarters(inputs + start, inside, K - start, MASK_K)
+            w = load_tile(gates + start // 4, inside_n, 32, 32, MASK_N, False)
+            v = load_tile(gates + (N * WIDTH + start // 4), inside_n, 32, 32, MASK_N, False)
+            gate = add_mxfp4_product(gate, a_0, a_1, a_2, a_3, w, gate_scales + group, inside_n)
+            up = add_mxfp4_product(up, a_0, a_1, a_2, a_3, v, up_scales + group, inside_n)
         else:
-            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
-            w = tl.load(gates + start)
-            v = tl.load(gates + N * K + start)
-        gate = tl.dot(a, tl.trans(w), gate)
-        up = tl.dot(a, tl.trans(v), up)
+            a = load_tile(inputs + start, inside, K - start, BLOCK_K, True, MASK_K)
+            w = load_tile(gates + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
+            v = load_tile(gates + (N * WIDTH + start), inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
+            gate = add_product(gate, a, w, gate_scales + group, inside_n, SCALED)
+            up = add_product(up, a, v, up_scales + group, inside_n, SCALED)
+    if FORMAT == 1 and not SCALED:
+        gate = gate * tl.load(gate_scales, mask=inside_n, other=0.0)[None, :]
+        up = up * tl.load(up_scales, mask=inside_n, other=0.0)[None, :]
     if HAS_NORM:
         factor = tl.load(factors + row, mask=inside, other=0.0)[:, None]
         gate = gate * factor
         up = up * factor
     if HAS_BIAS:
         biases = bias + expert.to(tl.int64) * (2 * N) + n
-        gate += tl.load(biases, mask=n < N, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(biases + N, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        gate += tl.load(biases, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + N, mask=inside_n, other=0.0).to(tl.float32)[None, :]
     if LIMIT > 0.0:
         # Written so that NaN stays NaN.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -160,7 +189,7 @@ def _expert_gate_up_kernel(
     if LISTED:
         value = tl.where((weight == 0.0)[:, None], 0.0, value)  # rows that did not choose this expert
     target = act + place.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(target, value.to(act.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
+    tl.store(target, to_operand(value, act.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
 
 
 @launched
@@ -168,6 +197,7 @@ def _expert_gate_up_kernel(
 def _expert_down_kernel(
     act,
     down,
+    scales,
     bias,
     matrix,
     out,
@@ -179,6 +209,9 @@ def _expert_down_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -187,7 +220,7 @@ def _expert_down_kernel(
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     block = tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -197,27 +230,35 @@ def _expert_down_kernel(
     place = tl.load(blocks + max_blocks + block) + tl.arange(0, BLOCK_M)
     inside = place < tl.load(blocks + 2 * max_blocks + block)
     pair = tl.load(sorted + place, mask=inside, other=0)
-    inside_n = (n < N)[:, None]
+    inside_n = n < N
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32 if FORMAT == 2 else K
     inputs = act + place.to(tl.int64)[:, None] * K + k[None, :]
-    columns = down + expert.to(tl.int64) * (N * K) + n.to(tl.int64)[:, None] * K + k[None, :]
+    columns = down + expert.to(tl.int64) * (N * WIDTH) + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    MASK_N: tl.constexpr = N % BLOCK_N != 0
+    MASK_K: tl.constexpr = K % BLOCK_K != 0
+    SCALED: tl.constexpr = FORMAT != 0 and SCALE_K < K
+    NUM_SCALES: tl.constexpr = N // SCALE_N
+    scales += expert.to(tl.int64) * (NUM_SCALES * ((K + SCALE_K - 1) // SCALE_K))
+    scales += n // SCALE_N
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K:
-            inside_k = (start + k < K)[None, :]
-            a = tl.load(inputs + start, mask=inside[:, None] & inside_k, other=0.0)
-            w = tl.load(columns + start, mask=inside_n & inside_k, other=0.0)
-        elif N % BLOCK_N:
-            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
-            w = tl.load(columns + start, mask=inside_n, other=0.0)
+        group = start // SCALE_K * NUM_SCALES
+        if FORMAT == 2:
+            a_0, a_1, a_2, a_3 = load_quarters(inputs + start, inside, K - start, MASK_K)
+            w = load_tile(columns + start // 4, inside_n, 32, 32, MASK_N, False)
+            acc = add_mxfp4_product(acc, a_0, a_1, a_2, a_3, w, scales + group, inside_n)
         else:
-            a = tl.load(inputs + start, mask=inside[:, None], other=0.0)
-            w = tl.load(columns + start)
-        acc = tl.dot(a, tl.trans(w), acc)
+            a = load_tile(inputs + start, inside, K - start, BLOCK_K, True, MASK_K)
+            w = load_tile(columns + start, inside_n, K - start, BLOCK_K, MASK_N, MASK_K)
+            acc = add_product(acc, a, w, scales + group, inside_n, SCALED)
+    if FORMAT == 1 and not SCALED:
+        acc = acc * tl.load(scales, mask=inside_n, other=0.0)[None, :]
     if HAS_BIAS:
         weight = tl.load(matrix + (pair // TOP_K).to(tl.int64) * E + expert, mask=inside, other=0.0)
-        value = tl.load(bias + expert.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        value = tl.load(bias + expert.to(tl.int64) * N + n, mask=inside_n, other=0.0).to(tl.float32)
         acc += weight[:, None] * value[None, :]
     target = out + pair.to(tl.int64)[:, None] * N + n[None, :]
+    # Compared again: a mask that lives through the loop takes registers.
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside[:, None] & (n < N)[None, :])
 
 
@@ -262,6 +303,7 @@ def _sum_experts_kernel(
 def _listed_down_kernel(
     act,
     down,
+    scales,
     bias,
     matrix,
     residual,
@@ -278,6 +320,9 @@ def _listed_down_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     LEAVE_SQUARES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    SCALE_N: tl.constexpr,
+    SCALE_K: tl.constexpr,
     SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -289,16 +334,20 @@ def _listed_down_kernel(
     split = tl.program_id(1)
     row = tl.arange(0, BLOCK_M)
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     inside = (row < M)[:, None]
     inside_n = n < N
+    WIDTH: tl.constexpr = (K + 127) // 128 * 32 if FORMAT == 2 else K
     inputs = act + row[:, None] * K + k[None, :]
-    columns = down + n.to(tl.int64)[:, None] * K + k[None, :]
+    columns = down + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # The experts are one long GEMM, whose steps are divided evenly.
     per_expert: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    NUM_SCALES: tl.constexpr = N // SCALE_N
+    per_matrix: tl.constexpr = NUM_SCALES * ((K + SCALE_K - 1) // SCALE_K)
+    scales += n // SCALE_N
     num_active = tl.load(active)
     num_steps = num_active * per_expert
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -306,10 +355,15 @@ def _listed_down_kernel(
         slot = step // per_expert
         start = step % per_expert * BLOCK_K
         expert = tl.load(active + 1 + slot).to(tl.int64)
-        inside_k = (start + k < K)[None, :]
-        a = tl.load(inputs + (slot * BLOCK_M * K + start), mask=inside & inside_k, other=0.0)
-        w = tl.load(columns + (expert * (N * K) + start), mask=inside_n[:, None] & inside_k, other=0.0)
-        acc = tl.dot(a, tl.trans(w), acc)
+        group = expert * per_matrix + start // SCALE_K * NUM_SCALES
+        if FORMAT == 2:
+            a_0, a_1, a_2, a_3 = load_quarters(inputs + (slot * BLOCK_M * K + start), row < M, K - start, True)
+            w = load_tile(columns + (expert * (N * WIDTH) + start // 4), inside_n, 32, 32, True, False)
+            acc = add_mxfp4_product(acc, a_0, a_1, a_2, a_3, w, scales + group, inside_n)
+        else:
+            a = load_tile(inputs + (slot * BLOCK_M * K + start), row < M, K - start, BLOCK_K, True, True)
+            w = load_tile(columns + (expert * (N * WIDTH) + start), inside_n, K - start, BLOCK_K, True, True)
+            acc = add_product(acc, a, w, scales + group, inside_n, FORMAT != 0)
     if HAS_BIAS:
         for slot in range(num_active * split // SPLIT, num_active * (split + 1) // SPLIT):
             expert = tl.load(active + 1 + slot).to(tl.int64)
@@ -341,39 +395,31 @@ def _listed_down_kernel(
         tl.store(squares_out + row * squares_stride + tile_n, tl.sum(wide * wide, axis=1), mask=is_written)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertTile:
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertTuning:
-    block_m: int
-    gate_up: ExpertTile
-    down: ExpertTile
-    split: int = 1  # programs that share the experts of a tile of `down`, with up to LISTED_ROWS rows
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWorkspace:
     """Buffers for up to so many rows, shared by all layers."""
 
-    act: torch.Tensor  # [pairs, F], or [experts * LISTED_ROWS, F] with few rows
+    act: torch.Tensor  # [pairs, F], or [experts * LISTED_ROWS, F] with few rows; in the type of the GEMMs' inputs
     parts: torch.Tensor  # [pairs, H]
     partials: torch.Tensor  # float32: of split programs
     arrived: torch.Tensor  # int32, zero between launches
 
     @classmethod
     def empty(
-        cls, rows: int, num_chosen: int, experts: int, ffn: int, hidden: int, like: torch.Tensor
+        cls,
+        rows: int,
+        num_chosen: int,
+        experts: int,
+        ffn: int,
+        hidden: int,
+        like: torch.Tensor,
+        operands: torch.dtype | None = None,
     ) -> ExpertWorkspace:
+        """like: has the type of the outputs, and of the inputs unless `operands` is given."""
         pairs, listed = rows * num_chosen, min(experts, LISTED_ROWS * num_chosen) * LISTED_ROWS
         return cls(
             # Zeros: padding rows of a graph must not become NaN or infinite.
-            act=like.new_zeros(max(pairs, listed), ffn),
+            act=like.new_zeros(max(pairs, listed), ffn, dtype=operands),
             parts=like.new_zeros(pairs if rows > LISTED_ROWS else 1, hidden),
             partials=like.new_zeros(_MAX_SPLIT * LISTED_ROWS * hidden, dtype=torch.float32),
             arrived=like.new_zeros(cdiv(hidden, 16), dtype=torch.int32),
@@ -383,25 +429,9 @@ class ExpertWorkspace:
 _MAX_SPLIT = 8
 
 
-def expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
-    """The fastest tiles on an H200 for Qwen3-30B-A3B. Blocks have room for about twice the mean number of rows of an
-    expert: most experts then need one block, which reads their weights once."""
-    mean = rows * num_chosen / num_experts
-    if rows <= LISTED_ROWS:
-        gate_up = ExpertTile(32, 128, 4, 4) if rows <= 2 else ExpertTile(32, 256, 4, 3)
-        return ExpertTuning(LISTED_ROWS, gate_up, ExpertTile(32, 128, 4, 10), split=4)
-    if mean <= 8:
-        return ExpertTuning(16, ExpertTile(32, 256, 4, 3), ExpertTile(128, 128, 4, 3))
-    if mean <= 20:
-        return ExpertTuning(32, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 4, 3))
-    if mean <= 64:
-        return ExpertTuning(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4))
-    return ExpertTuning(128, ExpertTile(128, 64, 8, 4), ExpertTile(256, 64, 8, 3))
-
-
 def add_gate_up(
     x: torch.Tensor,
-    gate_up: torch.Tensor,
+    gate_up: ExpertMatrices,
     routed: RoutedRows,
     workspace: ExpertWorkspace,
     tuning: ExpertTuning,
@@ -420,8 +450,9 @@ def add_gate_up(
     num_blocks = min(rows * chosen, experts) if listed else max_blocks(rows * chosen, experts, tuning.block_m)
     _expert_gate_up_kernel[(cdiv(ffn, tile.block_n), num_blocks)](
         x,
-        gate_up,
-        gate_up if bias is None else bias,
+        values_of(gate_up),
+        scales_of(gate_up),
+        x if bias is None else bias,
         workspace.act,
         routed.active,
         routed.matrix,
@@ -439,9 +470,10 @@ def add_gate_up(
         ALPHA=0.0 if clamped is None else clamped.alpha,
         LIMIT=0.0 if clamped is None else clamped.limit,
         LISTED=listed,
+        **format_options(gate_up),
         BLOCK_M=tuning.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=_block_k(tile, hidden),
+        BLOCK_K=block_k(gate_up, tile.block_k),
         STAGES=tile.num_stages,
         PDL=pdl,
         num_warps=tile.num_warps,
@@ -450,7 +482,7 @@ def add_gate_up(
 
 
 def add_down(
-    down: torch.Tensor,
+    down: ExpertMatrices,
     routed: RoutedRows,
     workspace: ExpertWorkspace,
     out: torch.Tensor,
@@ -466,14 +498,15 @@ def add_down(
     written, as in linear.py."""
     (rows, hidden), (experts, _, ffn) = out.shape, down.shape
     chosen, tile = routed.ids.shape[1], tuning.down
-    sizes = {"BLOCK_M": tuning.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": _block_k(tile, ffn)}
+    sizes = {"BLOCK_M": tuning.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": block_k(down, tile.block_k)}
     options = {"STAGES": tile.num_stages, "PDL": pdl, "num_warps": tile.num_warps, "launch_pdl": pdl}
     if rows <= LISTED_ROWS:
         assert tuning.split <= _MAX_SPLIT, f"split is {tuning.split}"
         _listed_down_kernel[(cdiv(hidden, tile.block_n), tuning.split)](
             workspace.act,
-            down,
-            down if bias is None else bias,
+            values_of(down),
+            scales_of(down),
+            out if bias is None else bias,
             routed.matrix,
             out if residual is None else residual,
             out,
@@ -490,14 +523,16 @@ def add_down(
             HAS_RESIDUAL=residual is not None,
             LEAVE_SQUARES=squares_out is not None,
             SPLIT=tuning.split,
+            **format_options(down),
             **sizes,
             **options,
         )
         return
     _expert_down_kernel[(cdiv(hidden, tile.block_n), max_blocks(rows * chosen, experts, tuning.block_m))](
         workspace.act,
-        down,
-        down if bias is None else bias,
+        values_of(down),
+        scales_of(down),
+        out if bias is None else bias,
         routed.matrix,
         workspace.parts,
         routed.sorted,
@@ -508,6 +543,7 @@ def add_down(
         E=experts,
         TOP_K=chosen,
         HAS_BIAS=bias is not None,
+        **format_options(down),
         **sizes,
         **options,
     )
@@ -529,10 +565,6 @@ def add_down(
         num_warps=4,
         launch_pdl=pdl,
     )
-
-
-def _block_k(tile: ExpertTile, width: int) -> int:
-    return min(tile.block_k, max(16, next_power_of_2(width)))
 
 
 def num_squares(rows: int, hidden: int, tuning: ExpertTuning) -> int:

@@ -312,13 +312,18 @@ def _experts(spec: ModelSpec, own: dict[str, Tensor], activation: GatedActivatio
     def biases(name: str) -> Tensor | None:
         return own.pop(name).view(spec.num_experts, -1) if name in own else None
 
+    def matrices(name: str) -> Tensor:
+        found = own.pop(name)
+        # Quantised ones have this shape.
+        return found.view(spec.num_experts, -1, found.shape[1]) if isinstance(found, Tensor) else found
+
     shared = None
     if "shared_gate_up" in own:
         shared = Mlp(own.pop("shared_gate_up"), own.pop("shared_down"), activation)
     return Experts(
         router=own.pop("router"),
-        expert_gate_up=own.pop("expert_gate_up").view(spec.num_experts, -1, spec.hidden_size),
-        expert_down=own.pop("expert_down").view(spec.num_experts, spec.hidden_size, -1),
+        expert_gate_up=matrices("expert_gate_up"),
+        expert_down=matrices("expert_down"),
         activation=activation,
         routing=Routing(spec.experts_per_token, spec.router, spec.renormalise_experts),
         router_bias=own.pop("router_bias", None),

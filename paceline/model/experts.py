@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 from paceline.model.layout import StoredTensor
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from paceline.model.quantised import PackedTensor
 
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<name>gate_up|gate|up|down)_proj(?P<kind>[._](weight|bias))?")
@@ -78,12 +81,23 @@ def _experts(
 def _part(tensor: StoredTensor, expert: int, rows: range) -> StoredTensor:
     """Some rows of one expert."""
     num_bytes = tensor.num_bytes * len(rows) // (tensor.shape[0] * tensor.shape[1])
+    packed = tensor.read_packed
 
-    def read(part: tuple[slice, ...]) -> Tensor:
+    def of_all(part: tuple[slice, ...]) -> tuple[slice, ...]:
         own, *columns = part or (slice(None),)
         some = rows[own]
-        if len(tensor.shape) == 2:  # a bias; files have no steps
-            return tensor.read((slice(expert, expert + 1), slice(some.start, some.stop)))[0, :: some.step]
-        return tensor.read((slice(expert, expert + 1), slice(some.start, some.stop, some.step), *columns))[0]
+        return slice(expert, expert + 1), slice(some.start, some.stop, some.step), *columns
 
-    return StoredTensor((len(rows), *tensor.shape[2:]), num_bytes, read)
+    def read(part: tuple[slice, ...]) -> Tensor:
+        if len(tensor.shape) == 2:  # a bias; files have no steps
+            own, some = of_all(part)
+            return tensor.read((own, slice(some.start, some.stop)))[0, :: some.step]
+        return tensor.read(of_all(part))[0]
+
+    def read_packed(part: tuple[slice, ...], device: str | torch.device) -> PackedTensor:
+        assert packed is not None, "the file is in 16 or 32 bits"
+        found = packed(of_all(part), device)
+        return replace(found, values=found.values[0], scales=found.scales[0])
+
+    shape = (len(rows), *tensor.shape[2:])
+    return StoredTensor(shape, num_bytes, read, read_packed=None if packed is None else read_packed)

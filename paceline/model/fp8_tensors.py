@@ -1,11 +1,12 @@
 """The weights of FP8 safetensors: X.weight, and X.weight_scale or X.weight_scale_inv, become one stored tensor.
 
-It can be read dequantised, on any device, or with a scale per row, as it is stored. Scales of activations
-(X.input_scale) are not used: activations are rounded with scales of their own.
+It can be read dequantised, on any device, or as it is stored: with a scale per row, or, of experts, with a scale per
+block. Scales of activations (X.input_scale) are not used: activations are rounded with scales of their own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from paceline.model.quantised import Fp8Tensor
 from paceline.model.quantization_config import BLOCK, CheckpointFormat
 from paceline.model.spec import ModelError
 
+MIN_COLUMNS = 16  # with one scale: kernels multiply so many at once
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
@@ -64,13 +66,30 @@ def _combined(layer: str, weight: StoredTensor, scale: StoredTensor, found: Chec
         return read_values(source).float() * (scales[source] if source else scales)
 
     def read_packed(source: tuple[slice, ...], device: str | torch.device) -> Fp8Tensor:
-        scales = scale.read(()).float().reshape(-1).expand(rows)
-        return Fp8Tensor(read_values(source).to(device), (scales[source[:1]] if source else scales).to(device))
+        values, scales = read_values(source).to(device), scale.read(()).float()
+        if not found.blocks:
+            scales = scales.reshape(-1).expand(rows)
+            return Fp8Tensor(values, (scales[source[:1]] if source else scales).to(device))
+        own_rows, own_columns = (*source, *(slice(None),) * (2 - len(source)))
+        (first, end, _), (first_column, end_column, _) = own_rows.indices(rows), own_columns.indices(columns)
+        height, width = block_of_part(first, end - first), block_of_part(first_column)
+        scales = scales.repeat_interleave(BLOCK // height, 0)[first // height : end // height]
+        scales = scales.repeat_interleave(BLOCK // width, 1)[:, first_column // width : -(-end_column // width)]
+        return Fp8Tensor(values, scales.to(device), height, width)
 
+    # Other linear layers with blocks are expanded: only the kernels of experts have blocks.
+    is_kept = not found.blocks or ".experts." in layer
     num_bytes = weight.num_bytes + scale.num_bytes
-    return replace(weight, num_bytes=num_bytes, read=read, read_packed=None if found.blocks else read_packed)
+    return replace(weight, num_bytes=num_bytes, read=read, read_packed=read_packed if is_kept else None)
+
+
+def block_of_part(*sizes: int) -> int:
+    """Rows or columns with one scale, of a part of a matrix with blocks: `sizes` are its offset and, of rows, their
+    number. Blocks that are cut are divided, so that a part has whole ones, except for the last columns."""
+    return math.gcd(BLOCK, *sizes)
 
 
 def concatenate_fp8(tensors: list[Fp8Tensor]) -> Fp8Tensor:
+    """The rows of all of them, which have blocks of the same size."""
     values = torch.cat([one.values.view(torch.uint8) for one in tensors]).view(torch.float8_e4m3fn)
-    return Fp8Tensor(values, torch.cat([one.scales for one in tensors]))
+    return replace(tensors[0], values=values, scales=torch.cat([one.scales for one in tensors]))

@@ -180,7 +180,7 @@ class StoredTensor:
     # All of it, in the bits it is stored in; None: it is not quantised.
     read_quantised: Callable[[], QuantisedTensor] | None = None
     quantised_bits: int = 8  # of `read_quantised`, or what a matrix in 16 bits is rounded to beside quantised ones
-    # These rows and columns on a device, as an FP8 or 4-bit checkpoint stores them; None: they cannot be kept so.
+    # These rows and columns on a device, as a checkpoint with fewer bits stores them; None: they cannot be kept so.
     read_packed: Callable[[tuple[slice, ...], str | torch.device], PackedTensor] | None = None
 
 
@@ -279,6 +279,11 @@ _EXPERT_MATRICES = ("expert_gate_up", "expert_down", "shared_gate", "shared_gate
 def is_matrix(name: str) -> bool:
     """Whether a fused tensor is multiplied, and not a norm or a bias."""
     return name.rpartition(".")[2] in (*_MATRICES, *_EXPERT_MATRICES)
+
+
+def is_expert_matrix(name: str) -> bool:
+    """Whether a fused tensor has the matrices of all routed experts of a layer."""
+    return name.rpartition(".")[2] in ("expert_gate_up", "expert_down")
 
 
 def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, StoredPart]:

@@ -1,9 +1,9 @@
-"""The experts of MXFP4 safetensors (gpt-oss): X_blocks and X_scales become one stored tensor X.weight, dequantised.
+"""The experts of MXFP4 safetensors (gpt-oss): X_blocks and X_scales become one stored tensor X.weight.
 
     X_blocks [E, rows, columns / 32, 16] uint8      two numbers (e2m1) in a byte, the first in its low half
     X_scales [E, rows, columns / 32] uint8          s of 2^(s - 127), the factor of 32 numbers
 
-Every number is exact in bfloat16 and float32.
+It can be read dequantised, on any device, or as it is stored. Every number is exact in bfloat16 and float32.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from paceline.model.layout import StoredTensor
+from paceline.model.quantised import Mxfp4Tensor
 from paceline.model.spec import ModelError
 
 BLOCK = 32  # numbers with one scale
+_MAX_SCALE = 240  # of those that kernels multiply with; no model has weights of 2^113
 _BIAS = 127
 # e2m1: a sign, two bits of exponent, one of mantissa.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -60,13 +62,30 @@ def _combined(name: str, blocks: StoredTensor, scales: StoredTensor) -> StoredTe
         )
     shape = (*blocks.shape[:2], blocks.shape[2] * BLOCK)
 
-    def read(part: tuple[slice, ...]) -> Tensor:
+    def read_blocks(part: tuple[slice, ...]) -> tuple[Tensor, Tensor, slice]:
+        """Whole blocks, with their scales, and where the columns are in them. Whole rows are read, since files have no
+        steps: gate and up are every second row."""
         experts, rows, columns = (*part, *(slice(None),) * (3 - len(part)))
         first, stop, _ = columns.indices(shape[2])
-        # Whole blocks of whole rows are read, since files have no steps: gate and up are every second row.
         begin, end, step = rows.indices(shape[1])
         source = (experts, slice(begin, end), slice(first // BLOCK, -(-stop // BLOCK)))
-        numbers = dequantise_mxfp4(blocks.read(source)[:, ::step], scales.read(source)[:, ::step])
-        return numbers[..., first % BLOCK : first % BLOCK + stop - first]
+        inside = slice(first % BLOCK, first % BLOCK + stop - first)
+        return blocks.read(source)[:, ::step], scales.read(source)[:, ::step], inside
 
-    return StoredTensor(shape, blocks.num_bytes + scales.num_bytes, read)
+    def read(part: tuple[slice, ...]) -> Tensor:
+        found, own_scales, inside = read_blocks(part)
+        return dequantise_mxfp4(found, own_scales)[..., inside]
+
+    def read_packed(part: tuple[slice, ...], device: str | torch.device) -> Mxfp4Tensor:
+        found, own_scales, inside = read_blocks(part)
+        assert inside.start == inside.stop % BLOCK == 0, "`stored_quantization` allows whole blocks only"
+        if int(own_scales.max()) > _MAX_SCALE:
+            raise ModelError(f"{name} has a scale of 2^{int(own_scales.max()) - _BIAS}: set quantization to none.")
+        return Mxfp4Tensor(found.to(device), own_scales.to(device))
+
+    return StoredTensor(shape, blocks.num_bytes + scales.num_bytes, read, read_packed=read_packed)
+
+
+def concatenate_mxfp4(tensors: list[Mxfp4Tensor]) -> Mxfp4Tensor:
+    """The rows of all of them."""
+    return Mxfp4Tensor(torch.cat([one.values for one in tensors]), torch.cat([one.scales for one in tensors]))

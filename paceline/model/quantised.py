@@ -10,7 +10,7 @@ And those of FP8 and 4-bit checkpoints: as a GPU keeps them, and 4 bits in the f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -47,18 +47,22 @@ class QuantisedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fp8Tensor:
-    """A weight [N, K]: values float8, times the scale of their row [N] float32."""
+    """A weight [N, K]: values float8, times the scale of their row [N] float32, or of their block [N / rows, groups of
+    columns]."""
 
     values: Tensor
     scales: Tensor
+    rows: int = 1  # with one scale
+    columns: int = 0  # with one scale; 0: all
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Fp8Tensor:
         """With the rows rearranged or selected."""
+        assert self.rows == 1, "rows of a block stay together"
         values = function(self.values.view(torch.uint8)).view(self.values.dtype)  # few operations know FP8
-        return Fp8Tensor(values, function(self.scales))
+        return replace(self, values=values, scales=function(self.scales))
 
     def scaled(self, factor: float) -> Fp8Tensor:
-        return Fp8Tensor(self.values, self.scales * factor)
+        return replace(self, scales=self.scales * factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +94,15 @@ class Int4Tensor:
         return Int4Tensor(self.values, self.scales.float() * factor, self.zeros, self.group)
 
 
-PackedTensor = Fp8Tensor | Int4Tensor  # of a checkpoint whose format a GPU keeps
+@dataclass(frozen=True, slots=True, eq=False)
+class Mxfp4Tensor:
+    """A weight [N, K] of an MXFP4 checkpoint (mxfp4_tensors.py). For all experts of a file, [E, N, K]."""
+
+    values: Tensor  # [..., N, K / 32, 16] uint8
+    scales: Tensor  # [..., N, K / 32] uint8
+
+
+PackedTensor = Fp8Tensor | Int4Tensor | Mxfp4Tensor  # of a checkpoint whose format a GPU keeps
 
 
 def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:

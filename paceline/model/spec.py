@@ -227,7 +227,12 @@ class ModelSpec:
     def num_active_parameters(self) -> int:
         """Parameters that one token uses: of a mixture of experts, only those of its experts."""
         unused = self.num_experts - self.experts_per_token
-        return self.num_parameters - self.num_sparse_layers * unused * 3 * self.hidden_size * self.expert_ffn_size
+        return self.num_parameters - self.num_expert_parameters * unused // max(self.num_experts, 1)
+
+    @property
+    def num_expert_parameters(self) -> int:
+        """Those of the matrices of routed experts."""
+        return self.num_sparse_layers * self.num_experts * 3 * self.hidden_size * self.expert_ffn_size
 
     @property
     def size_name(self) -> str:
@@ -258,10 +263,13 @@ class ModelSpec:
 
     def num_read_parameters(self, num_tokens: int) -> int:
         """Parameters that a forward pass of so many tokens reads, if the router chooses experts at random."""
+        return self.num_parameters - int(self.num_expert_parameters * (1 - self.read_share_of_experts(num_tokens)))
+
+    def read_share_of_experts(self, num_tokens: int) -> float:
+        """The share of the experts that a forward pass of so many tokens reads, in the same sense."""
         if not self.num_experts:
-            return self.num_parameters
-        unread = self.num_experts * (1 - self.experts_per_token / self.num_experts) ** num_tokens
-        return self.num_parameters - int(self.num_sparse_layers * unread * 3 * self.hidden_size * self.expert_ffn_size)
+            return 1.0
+        return float(1 - (1 - self.experts_per_token / self.num_experts) ** num_tokens)
 
     def with_layers(self, layers: Sequence[int]) -> ModelSpec:
         """The same model with these of its layers."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.experts import name_experts
-from paceline.model.fp8_tensors import concatenate_fp8, fp8_tensors
+from paceline.model.fp8_tensors import MIN_COLUMNS, concatenate_fp8, fp8_tensors
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.int4_tensors import concatenate_int4, int4_tensors
@@ -27,12 +27,23 @@ from paceline.model.layout import (
     Shard,
     StoredPart,
     StoredTensor,
+    is_expert_matrix,
     is_matrix,
     stored_parts,
     target_shapes,
 )
-from paceline.model.mxfp4_tensors import mxfp4_tensors
-from paceline.model.quantised import GROUP, Fp8Tensor, Int4Tensor, PackedTensor, QuantisedTensor, concatenate, quantise
+from paceline.model.mxfp4_tensors import BLOCK as MXFP4_BLOCK
+from paceline.model.mxfp4_tensors import concatenate_mxfp4, mxfp4_tensors
+from paceline.model.quantised import (
+    GROUP,
+    Fp8Tensor,
+    Int4Tensor,
+    Mxfp4Tensor,
+    PackedTensor,
+    QuantisedTensor,
+    concatenate,
+    quantise,
+)
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_json, read_spec
@@ -41,7 +52,7 @@ from paceline.model.spec import DTYPES, ModelError, ModelSpec
 from paceline.model.stored import adapt
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
-Keep = Callable[[Any], Any]  # an FP8 or 4-bit matrix of a checkpoint as the executor keeps it
+Keep = Callable[[Any], Any]  # a quantised matrix of a checkpoint as the executor keeps it
 
 _BITS = {"q4": 4, "q8": 8}  # others: as stored
 # Stored by some exporters, but computed here: rotary frequencies, causal masks.
@@ -60,8 +71,8 @@ def load_decoder(
     keep: Keep | None = None,
 ) -> Decoder:
     """Loads the model at `path`, a Hugging Face folder or a GGUF file. `dtype` defaults to the stored one. `group`,
-    `stages`: loads this rank's part. keep: matrices of layers are stored in FP8 or 4 bits (`stored_quantization`),
-    and become this."""
+    `stages`: loads this rank's part. keep: matrices of layers, or of their experts if there are some, are stored in
+    fewer bits (`stored_quantization`), and become this."""
     spec, stored = _open(Path(path))
     shard = shard_of(group or stages)
     weights = fuse_weights(
@@ -79,16 +90,33 @@ def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     return spec, adapt(spec, family, stored, is_gguf=is_gguf(path))
 
 
-def stored_quantization(path: str | Path) -> str:
-    """fp8 or int4 if all matrices of the layers are stored so, in a form that an executor can keep; else none."""
+def stored_quantization(path: str | Path, tp: int = 1) -> str:
+    """fp8 or int4 if all matrices of the layers are stored so, in a form that an executor can keep; else none. Of a
+    mixture of experts: fp8 or mxfp4 if the experts are, and `tp` ranks can divide their scales."""
     found = _format(Path(path))
     if found is None:
         return "none"
     spec, stored = _open(Path(path))
-    parts = [name for name, part in stored_parts(spec).items() if _is_layer_matrix(part.target)]
-    is_plain = not spec.num_experts and spec.norm_placement == "pre" and spec.activation == "silu"
-    are_kept = is_plain and all(name in stored and stored[name].read_packed is not None for name in parts)
+    parts = [name for name, part in stored_parts(spec).items() if _is_kept(spec, part.target)]
+    if spec.num_experts:
+        has_kernels = spec.norm_placement == "pre" and not found.group and _can_divide(spec, tp, found)
+    else:
+        has_kernels = spec.norm_placement == "pre" and spec.activation == "silu"
+    are_kept = has_kernels and all(name in stored and stored[name].read_packed is not None for name in parts)
     return found.quantization if are_kept else "none"
+
+
+def _can_divide(spec: ModelSpec, tp: int, found: CheckpointFormat) -> bool:
+    """Whether every rank begins at a column of the experts where a scale may begin."""
+    width = MXFP4_BLOCK if found.quantization == "mxfp4" else MIN_COLUMNS if found.blocks else 1
+    ffn = spec.expert_ffn_size
+    return tp <= ffn and not any(Shard(rank, tp).aligned_part(ffn).start % width for rank in range(tp))
+
+
+def has_blocks(path: str | Path) -> bool:
+    """Whether FP8 weights have a scale per block, and not per row."""
+    found = _format(Path(path))
+    return found is not None and found.blocks
 
 
 def has_int4(path: str | Path) -> bool:
@@ -109,8 +137,9 @@ def _format(path: Path) -> CheckpointFormat | None:
     return read_format(read_json(config)) if config.is_file() else None
 
 
-def _is_layer_matrix(name: str) -> bool:
-    return "." in name and is_matrix(name)
+def _is_kept(spec: ModelSpec, name: str) -> bool:
+    """Whether a fused tensor stays quantised where there are kernels for it: experts, or all matrices of layers."""
+    return is_expert_matrix(name) if spec.num_experts else "." in name and is_matrix(name)
 
 
 def check_files(path: str | Path) -> ModelSpec:
@@ -160,7 +189,7 @@ def fuse_weights(
     torch_dtype = _torch_dtype(dtype or spec.dtype)
     kept: dict[str, list[PackedTensor]] = {}
     if keep is not None:
-        kept = {name: [] for name in shapes if _is_layer_matrix(name)}
+        kept = {name: [] for name in shapes if _is_kept(spec, name)}
     weights = {
         name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items() if name not in kept
     }
@@ -187,6 +216,8 @@ def fuse_weights(
 
 def _joined(parts: list[PackedTensor]) -> PackedTensor:
     """The rows of all parts of a fused matrix."""
+    if of_mxfp4 := [one for one in parts if isinstance(one, Mxfp4Tensor)]:
+        return concatenate_mxfp4(of_mxfp4)
     of_4_bits = [one for one in parts if isinstance(one, Int4Tensor)]
     return concatenate_int4(of_4_bits) if of_4_bits else concatenate_fp8([o for o in parts if isinstance(o, Fp8Tensor)])
 

@@ -17,6 +17,7 @@ import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.precision import Precision
@@ -71,6 +72,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-qwen3-moe", {"context_tokens": 2048, "num_pages": 512, "max_running": 20, "draft_tokens": 4}),
     ("tiny-qwen2-moe", {"context_tokens": 600, "num_pages": 200, "max_running": 9, "rank": Shard(1, 2)}),
     ("tiny-gpt-oss", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "draft_tokens": 4}),
+    # Experts in FP8: rounded at load, and as a rank has those of a checkpoint with blocks.
+    ("tiny-qwen3-moe", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "quantization": "fp8"}),
+    (
+        "tiny-mixtral",
+        {
+            "context_tokens": 600,
+            "num_pages": 200,
+            "max_running": 3,
+            "quantization": "fp8",
+            "groups": (128,),
+            "rank": Shard(1, 2),
+        },
+    ),
+    ("groups of 32", {"context_tokens": 600, "num_pages": 200, "max_running": 20, "quantization": "mxfp4"}),
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "fp8"}),
     ("wide", {"context_tokens": 900, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "int4"}),
@@ -81,9 +96,12 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {"context_tokens": 600, "num_pages": 200, "max_running": 9, "lora": (3, 40), "rank": Shard(1, 2)},
     ),
 ]
-NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "lora")  # options
+NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "groups", "lora")  # options
 # Large enough for the fused GEMM.
-SPECS = {"wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512)}
+SPECS = {
+    "wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512),
+    "groups of 32": replace(shape("tiny-gpt-oss"), expert_ffn_size=96),
+}
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0},
     {},
@@ -157,7 +175,8 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     group = DryGroup(shard) if shard.size > 1 else None
     scheduler = SchedulerConfig(**{name: value for name, value in options.items() if name not in NOT_SCHEDULERS})
     lora: tuple[int, int] = options.get("lora", (0, 0))
-    precision = Precision("float32", options.get("kv", "auto"), options.get("quantization", "none"), lora)
+    quantization, groups = options.get("quantization", "none"), options.get("groups", ())
+    precision = Precision("float32", options.get("kv", "auto"), quantization, lora, groups)
     engine = EngineConfig(
         kv_dtype=precision.kv_dtype,
         quantization=precision.quantization,
@@ -171,6 +190,8 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     listed = {_on_any_device(variant) for variant in variants}
     common: dict[str, Any] = {"dtype": "float32", "max_positions": scheduler.context_tokens}
     decoder = random_decoder(specs[0], group=group, **common)
+    if groups:  # else `build_cuda` rounds
+        quantise_decoder(decoder, quantization, groups[0])
     draft = random_decoder(specs[1], **common) if len(specs) > 1 else None
     device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
     if device.drafts is not None:

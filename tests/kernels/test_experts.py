@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.kernels.expert_tuning import ExpertTile, ExpertTuning
+from paceline.kernels.expert_weights import (
+    ExpertMatrices,
+    pack_mxfp4,
+    quantise_fp8_experts,
+    quantise_mxfp4,
+    values_of,
+)
 from paceline.kernels.experts import (
     ClampedSwiglu,
-    ExpertTile,
-    ExpertTuning,
     ExpertWorkspace,
     add_down,
     add_gate_up,
@@ -25,10 +33,12 @@ from paceline.kernels.route_experts import (
     route,
     route_reference,
 )
+from paceline.model.mxfp4_tensors import dequantise_mxfp4
 from tests.kernels.cases import relative_error
 
 HIDDEN, FFN, EPS = 48, 40, 1e-6
 PLAIN = RouterOptions(num_experts=6, num_chosen=2)
+Quantise = Callable[[Tensor], ExpertMatrices]
 
 
 def tuning(rows: int, block_m: int = 16, split: int = 2) -> ExpertTuning:
@@ -41,18 +51,32 @@ def dense(options: RouterOptions, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 class Layer:
-    """Random weights, and buffers for up to so many rows. gpt_oss: with biases and its activation."""
+    """Random weights, and buffers for up to so many rows. gpt_oss: with biases and its activation. quantised: the
+    formats of gate and up, and of down."""
 
-    def __init__(self, options: RouterOptions, max_rows: int, gpt_oss: bool = False) -> None:
+    def __init__(
+        self,
+        options: RouterOptions,
+        max_rows: int,
+        gpt_oss: bool = False,
+        quantised: tuple[Quantise, ...] = (),
+        hidden: int = HIDDEN,
+        ffn: int = FFN,
+    ) -> None:
         count = options.num_experts
         self.options = options
-        sizes = {"router": (count,), "gate_up": (count, 2 * FFN), "down": (count, HIDDEN)}
+        sizes = {"router": (count,), "gate_up": (count, 2 * ffn), "down": (count, hidden)}
         self.biases = {name: torch.randn(*shape) if gpt_oss else None for name, shape in sizes.items()}
         self.clamped = ClampedSwiglu(alpha=1.7, limit=0.9) if gpt_oss else None
-        self.router = torch.randn(count + options.shared, HIDDEN)
-        self.gate_up, self.down = torch.randn(count, 2 * FFN, HIDDEN) / 5, torch.randn(count, HIDDEN, FFN) / 5
+        self.router = torch.randn(count + options.shared, hidden)
+        self.gate_up: ExpertMatrices = torch.randn(count, 2 * ffn, hidden) / 5
+        self.down: ExpertMatrices = torch.randn(count, hidden, ffn) / 5
         self.routed = RoutedRows.empty(max_rows, options, "cpu")
-        self.workspace = ExpertWorkspace.empty(max_rows, options.num_chosen, count, FFN, HIDDEN, self.down)
+        self.workspace = ExpertWorkspace.empty(max_rows, options.num_chosen, count, ffn, hidden, self.down)
+        if quantised:
+            self.gate_up, self.down = (
+                make(one) for make, one in zip(quantised, (self.gate_up, self.down), strict=True)
+            )
         self.load = torch.zeros(count, dtype=torch.int64)
         for buffer in (self.workspace.act, self.workspace.parts, self.workspace.partials, self.routed.matrix):
             buffer.fill_(torch.nan)  # what an earlier pass may have left
@@ -70,7 +94,7 @@ class Layer:
         out = torch.full_like(x, torch.nan) if residual is None else residual
         gated = {"bias": self.biases["gate_up"], "clamped": self.clamped, "normed": eps is not None}
         add_gate_up(x, self.gate_up, self.routed, self.workspace, tuned, **gated)
-        squares = torch.full((len(x), num_squares(len(x), HIDDEN, tuned)), torch.nan)
+        squares = torch.full((len(x), num_squares(*x.shape, tuned)), torch.nan)
         added = {"bias": self.biases["down"], "residual": residual, "squares_out": squares}
         add_down(self.down, self.routed, self.workspace, out, tuned, **added)
         torch.testing.assert_close(squares.sum(-1), out.square().sum(-1), equal_nan=True)
@@ -119,6 +143,71 @@ def test_experts_with_biases_and_clamped_swiglu(rows: int, split: int) -> None:
     found = layer.run(x, tuning(rows, split=split), EPS, residual.clone(), live)
     expected[rows // 2 :] = residual[rows // 2 :]
     assert relative_error(found, expected) < 1e-5
+
+
+def scaled_apart(weight: Tensor) -> Tensor:
+    """With experts, rows and columns of different magnitudes, which need scales of their own."""
+    factors = [torch.exp2(torch.randint(-6, 1, (size,)).float()) for size in weight.shape]
+    return weight * factors[0][:, None, None] * factors[1][:, None] * factors[2]
+
+
+FORMATS: dict[str, tuple[Quantise, Quantise]] = {
+    "fp8 rows": (lambda weight: quantise_fp8_experts(scaled_apart(weight)),) * 2,
+    # As a rank has them: gate and up have 40 rows each, and down has 40 columns.
+    "fp8 blocks": (
+        lambda weight: quantise_fp8_experts(scaled_apart(weight), (8, 32)),
+        lambda weight: quantise_fp8_experts(scaled_apart(weight), (16, 16)),
+    ),
+    "mxfp4": (lambda weight: quantise_mxfp4(scaled_apart(weight)),) * 2,
+}
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_experts_give_what_dequantised_ones_give(name: str, rows: int) -> None:
+    """With biases and a norm that is computed before, since it cannot be folded into the weights."""
+    torch.manual_seed(rows)
+    # MXFP4: parts of chunks, and of groups of four scales.
+    hidden, ffn = (160, 96) if name == "mxfp4" else (HIDDEN, FFN)
+    layer = Layer(PLAIN, rows, True, FORMATS[name], hidden, ffn)
+    x, residual = torch.randn(rows, hidden), torch.randn(rows, hidden)
+    expected = layer.expected(x, None, residual)
+    assert relative_error(layer.run(x, tuning(rows, split=3), None, residual.clone()), expected) < 1e-5
+    rounded = values_of(layer.gate_up), values_of(layer.down)
+    assert all(one.dtype is not torch.float32 for one in rounded)
+
+
+def test_mxfp4_experts_have_the_nearest_numbers() -> None:
+    torch.manual_seed(9)
+    weight = scaled_apart(torch.randn(2, 5, 160))
+    found = quantise_mxfp4(weight)
+    scale = torch.exp2(weight.view(2, 5, 5, 32).abs().amax(-1).log2().floor() - 2).repeat_interleave(32, -1)
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    distances = (weight.abs() / scale)[..., None] - numbers
+    nearest = numbers[distances.abs().argmin(-1)] * scale * weight.sign()
+    assert torch.equal(found.dequantise(), nearest)
+    assert torch.equal(found.dequantise(torch.bfloat16).float(), nearest), "bfloat16 holds every number"
+
+
+def test_mxfp4_experts_are_packed_as_they_are_stored() -> None:
+    """All numbers and the smallest and largest scales; the third group is alone in its word."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(2, 16, 3, 16)
+    scales = torch.tensor([100, 120, 140], dtype=torch.uint8).expand(2, 16, 3).contiguous()
+    scales[1] += 7
+    found = pack_mxfp4(blocks, scales)
+    assert found.shape == (2, 16, 96) and found.values.shape == (2, 16, 32) and found.scales.shape == (2, 1, 16)
+    assert torch.equal(found.dequantise(), dequantise_mxfp4(blocks, scales))
+
+
+def test_fp8_experts_are_within_three_bits_of_the_original() -> None:
+    torch.manual_seed(8)
+    weight = scaled_apart(torch.randn(3, 32, 40))
+    for block in (None, (16, 16)):
+        found = quantise_fp8_experts(weight, block)
+        scales = found.scales.transpose(1, 2).repeat_interleave(found.rows, 1).repeat_interleave(found.columns, 2)
+        error = (found.dequantise() - weight).abs()
+        assert (error <= weight.abs() / 16 + scales[..., :40] * 2**-10).all()
+        assert found.num_bytes < weight.numel() * 1.2
 
 
 @pytest.mark.parametrize("rows", [2, 3, 40])

@@ -11,13 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.config import EngineConfig
-from paceline.engine.build import choose_precision
-from paceline.engine.cuda.quantised import keep_fp8
+from paceline.engine.build import choose_precision, scale_groups, weight_bytes
+from paceline.engine.cuda.quantised import keep_fp8, quantise_decoder, stored_weights
+from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantised_linear import QuantisedMatrix
+from paceline.model.decoder import Experts
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.spec import ModelError
 from paceline.model.weights import check_files, load_decoder, stored_quantization
-from tests.tiny_folder import save_tiny_model
+from paceline.parallel.threads import ThreadGroup
+from tests.tiny_folder import EXPERTS, save_tiny_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
 CHANNEL = {
@@ -30,9 +33,9 @@ CHANNEL = {
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
-def save_fp8(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A folder with linear layers in FP8; returns their dequantised weights."""
-    save_tiny_model(path)
+def save_fp8(path: Path, config: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """A folder with linear layers in FP8; returns their dequantised weights. options: of the model's config."""
+    save_tiny_model(path, options=options)
     described = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
     weights, wanted = load_file(path / "model.safetensors"), {}
@@ -44,12 +47,16 @@ def save_fp8(path: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
         if config is CHANNEL:
             scale = weight.abs().amax(1, keepdim=True) / 448
         elif config is BLOCKS:
-            scale = scale.reshape(1, 1)
-        weights[name] = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            blocks = [-(-size // 128) for size in weight.shape]
+            scale = scale * (1 + torch.arange(blocks[0] * blocks[1]).view(blocks))
+        wide = scale
+        if config is BLOCKS:
+            wide = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, : weight.shape[1]]
+        weights[name] = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         weights[f"{layer}.weight_scale" + ("_inv" if config is BLOCKS else "")] = scale
         if config is FP8:
             weights[f"{layer}.input_scale"] = torch.tensor(0.1)
-        wanted[name] = weights[name].float() * scale
+        wanted[name] = weights[name].float() * wide
         assert wanted[name].shape[0] == rows
     save_file(weights, path / "model.safetensors")
     return wanted
@@ -73,6 +80,39 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
         qkv: Any = kept.layers[1].qkv
         assert isinstance(qkv, QuantisedMatrix) and kept.dtype is torch.bfloat16
         assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
+
+
+@pytest.mark.parametrize("config", [FP8, CHANNEL, BLOCKS], ids=["tensor", "channel", "blocks"])
+def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, Any]) -> None:
+    """With the values of the expanded ones, on ranks too, which cut blocks; everything else is expanded."""
+    path = tmp_path / "model"
+    wanted = save_fp8(path, config, EXPERTS)
+    chosen, spec = choose_precision(EngineConfig(), "cuda", path), check_files(path)
+    assert stored_quantization(path) == stored_quantization(path, tp=3) == chosen.quantization == "fp8"
+    assert scale_groups(chosen, [(spec, path)]) == (128 if config is BLOCKS else 0,)
+    assert weight_bytes(chosen, spec, path) == 2 * spec.num_parameters - spec.num_expert_parameters
+    # A rank would have one or two columns: fewer than a kernel multiplies at once.
+    assert stored_quantization(path, tp=100) == ("none" if config is BLOCKS else "fp8")
+    for groups in ([None], *(ThreadGroup.of_size(size) for size in (2, 3))):
+        for group in groups:
+            options: dict[str, Any] = {"dtype": "float32", "group": group}
+            kept = load_decoder(path, keep=stored_weights("fp8", spec), **options)
+            expanded = load_decoder(path, **options)
+            mine, theirs = kept.layers[0].mlp, expanded.layers[0].mlp
+            assert isinstance(mine, Experts) and isinstance(theirs, Experts)
+            assert torch.equal(kept.layers[0].qkv, expanded.layers[0].qkv)
+            assert torch.equal(mine.router, theirs.router)
+            pairs: Any = (
+                (mine.expert_gate_up, theirs.expert_gate_up.clone()),
+                (mine.expert_down, theirs.expert_down.clone()),
+            )
+            quantise_decoder(expanded, "fp8", scale_groups(chosen, [(spec, path)])[0])
+            rounded: Any = expanded.layers[0].mlp
+            for (found, values), same in zip(pairs, (rounded.expert_gate_up, rounded.expert_down), strict=True):
+                assert isinstance(found, Fp8Experts) and torch.equal(found.dequantise(), values)
+                # Kernels are compiled ahead for these.
+                assert (found.rows, found.columns, found.scales.shape) == (same.rows, same.columns, same.scales.shape)
+    assert torch.equal(values[1], wanted["model.layers.0.mlp.experts.1.down_proj.weight"][:, 128:])
 
 
 @pytest.mark.parametrize(

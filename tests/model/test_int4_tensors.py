@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import choose_precision, int4_groups, kernel_options, weight_bytes
+from paceline.engine.build import choose_precision, kernel_options, scale_groups, weight_bytes
 from paceline.engine.cuda.quantised import keep_int4
 from paceline.kernels.int4_linear import Int4Matrix
 from paceline.model.int4_tensors import int4_tensors
@@ -52,10 +52,10 @@ def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path, caplog: p
     save_int4(path, AWQ)
     assert stored_quantization(path) == "int4" and stored_group(path) == 32
     kept = choose_precision(EngineConfig(), "cuda", path)
-    assert kept.quantization == "int4" and int4_groups(kept, [(read_spec(path), path)]) == (32,)
+    assert kept.quantization == "int4" and scale_groups(kept, [(read_spec(path), path)]) == (32,)
     wide, spec = EngineConfig(dtype="bfloat16", quantization="none"), read_spec(path)
     assert weight_bytes(kept, spec, path) < weight_bytes(wide, spec, path)
-    assert kernel_options(path, None, EngineConfig(), {})[1].int4_groups == (32,)
+    assert kernel_options(path, None, EngineConfig(), {})[1].scale_groups == (32,)
     assert choose_precision(EngineConfig(dtype="float16"), "cuda", path).quantization == "none"
     assert choose_precision(EngineConfig(quantization="none"), "cuda", path).quantization == "none"
     assert choose_precision(EngineConfig(tp=2), "cuda", path).quantization == "none"

@@ -10,10 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine.build import choose_precision, weight_bytes
+from paceline.engine.cuda.quantised import stored_weights
+from paceline.kernels.expert_weights import Mxfp4Experts
 from paceline.model.decoder import Experts
 from paceline.model.quantization_config import read_format
 from paceline.model.spec import ModelError
-from paceline.model.weights import check_files, load_decoder
+from paceline.model.weights import check_files, load_decoder, stored_quantization
 from paceline.parallel.threads import ThreadGroup
 from tests.lazy import Lazy
 
@@ -89,6 +93,42 @@ def test_ranks_read_their_columns(size: int, tmp_path: Path) -> None:
     parts = [load_decoder(tmp_path, dtype="float32", group=group).layers[0].mlp for group in ThreadGroup.of_size(size)]
     torch.testing.assert_close(sum(part(x) for part in parts), whole(x), atol=1e-4, rtol=1e-4)
     assert sum(part.expert_down.shape[-1] for part in parts if isinstance(part, Experts)) == FFN
+
+
+def test_experts_are_kept_as_they_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a GPU, with the values of the expanded ones, on ranks too if they have whole blocks."""
+    save_mxfp4(tmp_path)
+    spec, chosen = check_files(tmp_path), choose_precision(EngineConfig(), "cuda", tmp_path)
+    assert chosen.quantization == stored_quantization(tmp_path, tp=2) == "mxfp4" and chosen.dtype == "bfloat16"
+    for config in (EngineConfig(tp=4), EngineConfig(quantization="none"), EngineConfig(dtype="float32")):
+        assert choose_precision(config, "cuda", tmp_path).quantization == "none"
+    assert caplog.messages == ["experts are expanded to bfloat16: tp 4 divides columns that have one scale"]
+    assert choose_precision(EngineConfig(), "cpu", tmp_path).quantization == "none"
+    with pytest.raises(ConfigError, match="quantization is 'mxfp4' and the device is a CPU: leave it out"):
+        choose_precision(EngineConfig(quantization="mxfp4"), "cpu", tmp_path)
+    expected_bytes = 2 * (spec.num_parameters - spec.num_expert_parameters) + spec.num_expert_parameters * 17 // 32
+    assert weight_bytes(chosen, spec, tmp_path) == pytest.approx(expected_bytes, abs=1)
+    for group in (None, *ThreadGroup.of_size(2)):
+        options: dict[str, Any] = {"dtype": "float32", "group": group}
+        kept = load_decoder(tmp_path, keep=stored_weights("mxfp4", spec), **options)
+        for mine, theirs in zip(kept.layers, load_decoder(tmp_path, **options).layers, strict=True):
+            assert isinstance(mine.mlp, Experts) and isinstance(theirs.mlp, Experts)
+            assert torch.equal(mine.qkv, theirs.qkv) and torch.equal(mine.mlp.router, theirs.mlp.router)
+            pairs: Any = (
+                (mine.mlp.expert_gate_up, theirs.mlp.expert_gate_up),
+                (mine.mlp.expert_down, theirs.mlp.expert_down),
+            )
+            for found, values in pairs:
+                assert isinstance(found, Mxfp4Experts) and torch.equal(found.dequantise(), values)
+
+
+def test_a_scale_that_kernels_cannot_multiply_with_is_refused(tmp_path: Path) -> None:
+    save_mxfp4(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj has a scale of 2\^128: set quantization to none"):
+        load_decoder(tmp_path, keep=stored_weights("mxfp4", check_files(tmp_path)))
 
 
 def blocks_of_eight(weights: dict[str, Any], name: str) -> None:

@@ -21,7 +21,7 @@ from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
 from paceline.engine.kv_sizing import num_kv_pages
-from paceline.engine.precision import FP8_KV, Precision
+from paceline.engine.precision import FP8_KV, GPU_FORMATS, Precision
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.extend_attention import extend_tuning
 from paceline.kernels.layouts import adjust_words
@@ -73,7 +73,7 @@ def build_cuda(
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
     for one in (decoder, draft):
-        if config.quantization in ("fp8", "int4") and one is not None:
+        if config.quantization in GPU_FORMATS and one is not None:
             quantise_decoder(one, config.quantization)
     models = [
         CudaModel(

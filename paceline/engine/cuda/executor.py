@@ -220,7 +220,7 @@ class CudaExecutor(Executor):
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
-        if model.is_quantised:
+        if model.is_quantised or model.has_quantised_experts:
             self.capabilities = replace(self.capabilities, weights=False)
         if model.lora is not None:
             self.capabilities = replace(self.capabilities, lora=True)

@@ -2,37 +2,48 @@
 
 up to 16 rows:  route -> gate,up -> down [+ x]
 more rows:      route -> sort -> gate,up -> down -> sum [+ x]
+
+A norm is not folded into quantised weights: they would have to be rounded again. One more launch, after the router,
+norms the inputs of the experts and writes them in the type to which weights are converted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.engine.cuda.quantised import operand_dtype
+from paceline.kernels.expert_tuning import ExpertTuning, tuning_of
+from paceline.kernels.expert_weights import ExpertMatrices
 from paceline.kernels.experts import (
     ClampedSwiglu,
-    ExpertTuning,
     ExpertWorkspace,
     add_down,
     add_gate_up,
-    expert_tuning,
     num_squares,
 )
+from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, route, route_tiles
 from paceline.model.decoder import Experts
 from paceline.model.spec import ModelSpec
-
-TunedExperts = Callable[[int, int, int], ExpertTuning]  # rows, experts per token, experts
 
 
 class ExpertBuffers:
     """What all layers with experts share, and how many rows each expert has computed."""
 
-    def __init__(self, spec: ModelSpec, max_tokens: int, like: Tensor, tuning: TunedExperts = expert_tuning) -> None:
-        """spec: of this rank."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        max_tokens: int,
+        like: Tensor,
+        matrices: ExpertMatrices,
+    ) -> None:
+        """spec: of this rank. like: has the type of activations. matrices: the experts of some layer; if they are
+        quantised, their inputs have the type to which they are converted."""
+        operands = None if isinstance(matrices, Tensor) else operand_dtype(like.dtype)
+        self.has_quantised = operands is not None
         count, chosen, shared = spec.num_experts, spec.experts_per_token, spec.shared_expert_ffn_size
         self.options = RouterOptions(
             count, chosen, spec.router == "sigmoid", spec.renormalise_experts, shared=bool(shared)
@@ -40,9 +51,11 @@ class ExpertBuffers:
         self.clamped: ClampedSwiglu | None = None
         if spec.activation == "clamped_swiglu":
             self.clamped = ClampedSwiglu(spec.swiglu_alpha, spec.swiglu_limit)
-        self._tuning = tuning
+        self._tuning = tuning_of(matrices)
         self.routed = RoutedRows.empty(max_tokens, self.options, like.device)
-        self.workspace = ExpertWorkspace.empty(max_tokens, chosen, count, spec.expert_ffn_size, spec.hidden_size, like)
+        sizes = (max_tokens, chosen, count, spec.expert_ffn_size, spec.hidden_size)
+        self.workspace = ExpertWorkspace.empty(*sizes, like, operands)
+        self.inputs = like.new_zeros(0 if operands is None else max_tokens, spec.hidden_size, dtype=operands)
         self.shared_gate_up, self.shared_act = (like.new_zeros(max_tokens, width) for width in (2 * shared, shared))
         # Rows of int64 begin at multiples of 16 bytes, as kernels expect.
         padded = count + count % 2
@@ -62,16 +75,17 @@ class ExpertBuffers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The router and the experts of a layer, with the norm before them folded in."""
+    """The router and the experts of a layer, with the norm before them folded in; not into quantised experts."""
 
     router: Tensor  # [E, H], or [E + 1, H] with the gate of the shared expert
-    gate_up: Tensor  # [E, 2F, H]
-    down: Tensor  # [E, H, F]
+    gate_up: ExpertMatrices  # [E, 2F, H]
+    down: ExpertMatrices  # [E, H, F]
     buffers: ExpertBuffers
     counts: Tensor  # [E] int64: rows that chose each expert
     router_bias: Tensor | None = None  # [E]
     gate_up_bias: Tensor | None = None  # [E, 2F]
     down_bias: Tensor | None = None  # [E, H]; of ranks, only the first has it
+    norm: Tensor | None = None  # [H]: of the inputs of quantised experts
 
     @classmethod
     def take_over(cls, experts: Experts, norm: Tensor, buffers: ExpertBuffers, index: int) -> RoutedExperts:
@@ -79,19 +93,23 @@ class RoutedExperts:
         router = experts.router.mul_(norm)
         if experts.shared_gate is not None:
             router = torch.cat((router, experts.shared_gate.mul_(norm)))
+        gate_up: ExpertMatrices = experts.expert_gate_up
+        is_quantised = not isinstance(gate_up, Tensor)
         return cls(
             router=router,
-            gate_up=experts.expert_gate_up.mul_(norm),
+            gate_up=gate_up.mul_(norm) if isinstance(gate_up, Tensor) else gate_up,
             down=experts.expert_down,
             buffers=buffers,
             counts=buffers.load_of(index),
             router_bias=experts.router_bias,
             gate_up_bias=experts.expert_gate_up_bias,
             down_bias=experts.expert_down_bias,
+            norm=norm.clone() if is_quantised else None,  # that of the decoder becomes 1
         )
 
     def load(self, other: Experts, norm: Tensor) -> None:
         """Copies other weights in place; `norm` is folded into them."""
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "quantised weights are not replaced"
         norm, count = norm.to(self.router.device), self.buffers.options.num_experts
         self.router[:count].copy_(other.router).mul_(norm)
         if other.shared_gate is not None:
@@ -108,30 +126,35 @@ class RoutedExperts:
 
     # All launches are without PDL: with it, a layer of 8 rows takes a tenth longer (docs/log/experts.md).
 
-    def start(self, x: Tensor, eps: float | None, live: LiveRows | None) -> None:
-        """Chooses the experts of the rows of x and computes their activations. eps: RMSNorm is applied to x."""
+    def start(self, x: Tensor, normed: Tensor | None, eps: float, live: LiveRows | None) -> None:
+        """Chooses the experts of the rows of x, which RMSNorm is applied to, and computes their activations. normed:
+        the norm of x without its weight, if that is computed already."""
         buffers, tuning = self.buffers, self.buffers.tuning(len(x))
         routed, options = buffers.routed, buffers.options
+        inputs = x if normed is None else normed
         route(
-            x,
+            inputs,
             self.router,
             options,
             routed,
             self.counts,
             block_m=tuning.block_m,
-            eps=eps,
+            eps=eps if normed is None else None,
             bias=self.router_bias,
             live=live,
         )
+        if self.norm is not None:
+            inputs = buffers.inputs[: len(x)]
+            rms_norm(x, self.norm, eps, inputs)
         add_gate_up(
-            x,
+            inputs,
             self.gate_up,
             routed,
             buffers.workspace,
             tuning,
             bias=self.gate_up_bias,
             clamped=buffers.clamped,
-            normed=eps is not None,
+            normed=normed is None and self.norm is None,
         )
 
     def num_squares(self, rows: int) -> int:

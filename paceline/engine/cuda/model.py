@@ -157,8 +157,7 @@ class CudaExperts:
         group = model.group
         if group is not None:
             forward.norm()  # also adds what the ranks have summed to x
-        source, eps = (forward.x, forward.eps) if group is None else (forward.normed, None)
-        self.routed.start(source, eps, forward.live)
+        self.routed.start(forward.x, None if group is None else forward.normed, forward.eps, forward.live)
         shared_act = None if self.shared is None else self._run_shared(forward, self.shared.gate_up)
         # From here on x is not read any more.
         out = forward.x if group is None else model.partial(rows)
@@ -264,7 +263,9 @@ class CudaModel:
         identity_rope[:, : spec.head_dim // 2] = 1
         self.experts = None
         if any(spec.sparse_layers):
-            self.experts = ExpertBuffers(spec, max_tokens, decoder.layers[0].qkv)
+            some = next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts))
+            self.experts = ExpertBuffers(spec, max_tokens, decoder.layers[0].qkv, some.expert_gate_up)
+        self.has_quantised_experts = self.experts is not None and self.experts.has_quantised
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
         # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce, and
@@ -492,11 +493,18 @@ class CudaModel:
 
     @property
     def saved_weight_bytes(self) -> int:
-        """How much smaller quantised matrices are than those in `dtype`."""
+        """How much smaller quantised matrices are than those in `dtype`, without those of experts."""
         if not self.is_quantised:
             return 0
         found = [one.quantised for layer in self.layers for one in (layer.qkv, layer.out, *layer.mlp.linears)]
         return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found if one is not None)
+
+    @property
+    def saved_expert_bytes(self) -> int:
+        """The same of experts, of which a pass reads some."""
+        experts = [layer.mlp.routed for layer in self.layers if isinstance(layer.mlp, CudaExperts)]
+        found = [matrix for one in experts for matrix in (one.gate_up, one.down) if not isinstance(matrix, Tensor)]
+        return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found)
 
     def load_gemm_kernels(
         self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int], output_sizes: Sequence[int] = ()

@@ -9,14 +9,17 @@ With few rows a GEMM only reads its weight: it is converted in registers, and ac
 are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. 4-bit weights are expanded
 (int4.py).
 
+Of a mixture of experts, only the experts are quantised (experts.py).
+
 Norms are not folded into quantised weights: they would have to be rounded again. Biases, norms, embedding and head stay
 in the dtype of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,13 +30,22 @@ from paceline.engine.cuda import int4 as int4_linears
 from paceline.engine.cuda.int4 import ExpandedWeights, int4_tuning
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.precision import rounding_group
+from paceline.kernels.expert_weights import GROUP as MXFP4_GROUP
+from paceline.kernels.expert_weights import (
+    Fp8Experts,
+    Mxfp4Experts,
+    pack_mxfp4,
+    quantise_fp8_experts,
+    quantise_mxfp4,
+)
 from paceline.kernels.int4_linear import Int4Matrix, int4_linear, pack_int4, quantise_int4
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
-from paceline.model.decoder import Decoder, Mlp
-from paceline.model.quantised import Fp8Tensor, Int4Tensor
+from paceline.model.decoder import Decoder, Experts, Mlp
+from paceline.model.fp8_tensors import block_of_part
+from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor
 from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 
@@ -183,11 +195,17 @@ def load_library_kernels(
             buffers.many.load_kernel(weights.quantised, rows, out[:rows])
 
 
-def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None = None) -> None:
+def quantise_decoder(decoder: Decoder, quantization: str, group: int | None = None) -> None:
     """Rounds the matrices of all layers to FP8 or 4 bits, in place, one layer after the other; those that were stored
-    so stay. int4_group: columns with one scale; None: as `rounding_group` chooses."""
+    so stay. Of a mixture of experts: those of the experts, to FP8 or MXFP4. group: columns with one scale; None: as
+    `rounding_group` chooses for 4 bits, and all for FP8; 0: all. A model without experts has nothing in MXFP4."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
+    if spec.num_experts and quantization in ("fp8", "mxfp4"):
+        _quantise_experts(decoder, quantization, in_blocks=bool(group))
+        return
+    if quantization == "mxfp4":
+        return
     if spec.norm_placement != "pre" or spec.activation != "silu":
         raise ConfigError(
             f"quantization is {quantization!r}, norm_placement {spec.norm_placement!r} and activation "
@@ -200,7 +218,7 @@ def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None
     def rounded(weight: Tensor) -> Any:
         if quantization == "fp8":
             return quantise_fp8(weight)
-        return quantise_int4(weight, rounding_group(spec) if int4_group is None else int4_group)
+        return quantise_int4(weight, rounding_group(spec) if group is None else group)
 
     for index, layer in enumerate(layers):
         if not isinstance(layer.qkv, Tensor):
@@ -208,6 +226,33 @@ def quantise_decoder(decoder: Decoder, quantization: str, int4_group: int | None
         mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up), down=rounded(layer.mlp.down))
         layers[index] = replace(layer, qkv=rounded(layer.qkv), out=rounded(layer.out), mlp=mlp)
     decoder.precision = f"{decoder.precision}, weights in {'FP8' if quantization == 'fp8' else '4 bits'}"
+
+
+def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:
+    """in_blocks: FP8 as this rank has it of a checkpoint with a scale per block."""
+    layers: list[Any] = decoder.layers
+    spec = decoder.spec
+    if quantization == "mxfp4" and (spec.hidden_size % MXFP4_GROUP or spec.expert_ffn_size % MXFP4_GROUP):
+        raise ConfigError(
+            f"quantization is 'mxfp4' and experts have {spec.hidden_size} and {spec.expert_ffn_size} columns: they "
+            f"must be multiples of {MXFP4_GROUP}; set quantization to none."
+        )
+    gate_up, down = None, None
+    if in_blocks and quantization == "fp8":
+        part = decoder.shard.aligned_part(decoder.whole_spec.expert_ffn_size)
+        gate_up = block_of_part(part.start, spec.expert_ffn_size), block_of_part(0)
+        down = block_of_part(0, spec.hidden_size), block_of_part(part.start)
+    for index, layer in enumerate(layers):
+        if isinstance(layer.mlp, Experts) and isinstance(layer.mlp.expert_gate_up, Tensor):
+            matrices: dict[str, Any] = {
+                name: quantise_mxfp4(matrix) if quantization == "mxfp4" else quantise_fp8_experts(matrix, block)
+                for name, matrix, block in (
+                    ("expert_gate_up", layer.mlp.expert_gate_up, gate_up),
+                    ("expert_down", layer.mlp.expert_down, down),
+                )
+            }
+            layers[index] = replace(layer, mlp=replace(layer.mlp, **matrices))
+    decoder.precision = f"{decoder.precision}, experts in {quantization.upper()}"
 
 
 def keep_int4(tensor: Int4Tensor) -> Int4Matrix:
@@ -218,6 +263,28 @@ def keep_int4(tensor: Int4Tensor) -> Int4Matrix:
 def keep_fp8(tensor: Fp8Tensor) -> QuantisedMatrix:
     """A matrix of an FP8 checkpoint, on the device of the tensor."""
     return QuantisedMatrix(tensor.values, tensor.scales.contiguous())
+
+
+def stored_weights(quantization: str, spec: ModelSpec) -> Callable[[Any], Any]:
+    """How the matrices of a checkpoint with this format are kept."""
+    if spec.num_experts:
+        keep_experts = keep_mxfp4_experts if quantization == "mxfp4" else keep_fp8_experts
+        return partial(keep_experts, num_experts=spec.num_experts)
+    return keep_fp8 if quantization == "fp8" else keep_int4
+
+
+def keep_fp8_experts(tensor: Fp8Tensor, num_experts: int) -> Fp8Experts:
+    """All experts of an FP8 checkpoint behind each other, on the device of the tensor."""
+    num_rows, num_columns = tensor.values.shape
+    scales = tensor.scales.view(num_experts, num_rows // num_experts // tensor.rows, -1).transpose(1, 2).contiguous()
+    values = tensor.values.view(num_experts, -1, num_columns)
+    return Fp8Experts(values, scales, tensor.rows, tensor.columns or num_columns)
+
+
+def keep_mxfp4_experts(tensor: Mxfp4Tensor, num_experts: int) -> Mxfp4Experts:
+    """All experts of an MXFP4 checkpoint behind each other, on the device of the tensor."""
+    blocks, scales = (one.view(num_experts, -1, *one.shape[1:]) for one in (tensor.values, tensor.scales))
+    return pack_mxfp4(blocks, scales)
 
 
 def scaled_mm(x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -> None:

@@ -108,7 +108,7 @@ def _dry_executor(
         max_lora_rank=rank,
     )
     decoders = [decoder(specs[0], shard, group), *(decoder(spec, WHOLE_MODEL, None) for spec in specs[1:])]
-    for one, columns in zip(decoders, precision.int4_groups, strict=False):  # none are given: by the sizes of the model
+    for one, columns in zip(decoders, precision.scale_groups, strict=False):  # none are given: as if rounded at load
         quantise_decoder(one, precision.quantization, columns)
     model, draft = decoders[0], decoders[1] if len(specs) > 1 else None
     return build_cuda(model, config, scheduler, None, draft=draft)[0]

@@ -58,9 +58,9 @@ BASE: dict[str, Any] = {
 }
 
 
-def decoder(name: str) -> Decoder:
-    """Two layers of a family, with norms and biases that change the result."""
-    spec = shape(name)
+def decoder(name: str, **changes: Any) -> Decoder:
+    """Two layers of a family, with norms and biases that change the result. changes: of its spec."""
+    spec = replace(shape(name), **changes)
     spec = replace(spec.with_layers([1, 2]), layer_ropes=spec.layer_ropes[-2:])
     weights = random_weights(spec, dtype="float32")
     generator = torch.Generator().manual_seed(1)
