@@ -29,6 +29,8 @@ from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, 
 from paceline.model.decoder import Experts
 from paceline.model.spec import ModelSpec
 
+_MAX_PDL_ROWS = 1  # with more, or with quantised experts, a layer is slower with PDL (docs/log/experts.md)
+
 
 class ExpertBuffers:
     """What all layers with experts share, and how many rows each expert has computed."""
@@ -124,11 +126,10 @@ class RoutedExperts:
             if mine is not None and theirs is not None:
                 mine.copy_(theirs)
 
-    # All launches are without PDL: with it, a layer of 8 rows takes a tenth longer (docs/log/experts.md).
-
-    def start(self, x: Tensor, normed: Tensor | None, eps: float, live: LiveRows | None) -> None:
+    def start(self, x: Tensor, normed: Tensor | None, eps: float, live: LiveRows | None, *, pdl: bool) -> None:
         """Chooses the experts of the rows of x, which RMSNorm is applied to, and computes their activations. normed:
-        the norm of x without its weight, if that is computed already."""
+        the norm of x without its weight, if that is computed already. pdl: see linear.py."""
+        pdl = pdl and self._uses_pdl(len(x))
         buffers, tuning = self.buffers, self.buffers.tuning(len(x))
         routed, options = buffers.routed, buffers.options
         inputs = x if normed is None else normed
@@ -142,6 +143,7 @@ class RoutedExperts:
             eps=eps if normed is None else None,
             bias=self.router_bias,
             live=live,
+            pdl=pdl,
         )
         if self.norm is not None:
             inputs = buffers.inputs[: len(x)]
@@ -155,18 +157,31 @@ class RoutedExperts:
             bias=self.gate_up_bias,
             clamped=buffers.clamped,
             normed=normed is None and self.norm is None,
+            pdl=pdl,
         )
 
     def num_squares(self, rows: int) -> int:
         """How many columns of `squares` `finish` fills."""
         return num_squares(rows, self.down.shape[1], self.buffers.tuning(rows))
 
-    def finish(self, out: Tensor, residual: Tensor | None, squares: Tensor | None = None) -> None:
+    def finish(self, out: Tensor, residual: Tensor | None, squares: Tensor | None = None, *, pdl: bool) -> None:
         """out = residual + the experts of the rows that `start` got. Does not read x. squares: receives the sums of
         squares of out."""
-        buffers, tuning = self.buffers, self.buffers.tuning(len(out))
-        routed, workspace = buffers.routed, buffers.workspace
-        add_down(self.down, routed, workspace, out, tuning, bias=self.down_bias, residual=residual, squares_out=squares)
+        buffers = self.buffers
+        add_down(
+            self.down,
+            buffers.routed,
+            buffers.workspace,
+            out,
+            buffers.tuning(len(out)),
+            bias=self.down_bias,
+            residual=residual,
+            squares_out=squares,
+            pdl=pdl and self._uses_pdl(len(out)),
+        )
+
+    def _uses_pdl(self, rows: int) -> bool:
+        return rows <= _MAX_PDL_ROWS and self.norm is None
 
 
 def tuned_sizes(buffers: ExpertBuffers, max_tokens: int) -> list[int]:

@@ -157,7 +157,8 @@ class CudaExperts:
         group = model.group
         if group is not None:
             forward.norm()  # also adds what the ranks have summed to x
-        self.routed.start(forward.x, None if group is None else forward.normed, forward.eps, forward.live)
+        normed = None if group is None else forward.normed
+        self.routed.start(forward.x, normed, forward.eps, forward.live, pdl=forward.pdl)
         shared_act = None if self.shared is None else self._run_shared(forward, self.shared.gate_up)
         # From here on x is not read any more.
         out = forward.x if group is None else model.partial(rows)
@@ -167,7 +168,7 @@ class CudaExperts:
             squares = forward.squares()
         else:
             forward.square_columns = 0
-        self.routed.finish(out, forward.x if group is None else None, squares)
+        self.routed.finish(out, forward.x if group is None else None, squares, pdl=forward.pdl)
         if self.shared is not None and shared_act is not None:
             torch.addmm(out, shared_act, self.shared.down.weight.T, out=out)
         if group is not None:
