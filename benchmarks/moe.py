@@ -8,18 +8,21 @@ time    a layer with the tiles of `expert_tuning`, by kernel
 step    decode batches of eight layers in the engine, by how qkv and the output projection are computed
 tune    gate_up and down by tile, the fastest first
 
-The layer is that of Qwen3-30B-A3B. Launches rotate over four layers, so that nothing is read from the L2 cache that a
-real step would read from memory, and are timed inside a CUDA graph, as they run in the engine.
+The layer is that of Qwen3-30B-A3B, or of `--shape gpt-oss-20b`, without biases. Launches rotate over four layers, so
+that nothing is read from the L2 cache that a real step would read from memory, and are timed inside a CUDA graph, as
+they run in the engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,14 +63,29 @@ from paceline.request import SamplingParams
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer
 
-HIDDEN, FFN, EXPERTS, CHOSEN, EPS = 2048, 768, 128, 8, 1e-6
-OPTIONS = RouterOptions(EXPERTS, CHOSEN)
+
+@dataclass
+class Sizes:
+    """Of a layer; `--shape` replaces them."""
+
+    hidden: int = 2048
+    ffn: int = 768
+    experts: int = 128
+    chosen: int = 8
+
+    @property
+    def options(self) -> RouterOptions:
+        return RouterOptions(self.experts, self.chosen)
+
+
+SIZES, EPS = Sizes(), 1e-6
 LAYERS, DEVICE, DTYPE, PDL = 4, "cuda", "bfloat16", True
 ROWS = (1, 8, 16, 64, 256, 2048, 8192)
 FORMATS: dict[str, Callable[[Tensor], ExpertMatrices]] = {
     "bf16": lambda weight: weight,
     "fp8": quantise_fp8_experts,
-    "fp8-blocks": lambda weight: quantise_fp8_experts(weight, (128, 128)),
+    # Of gate and up, each has whole blocks.
+    "fp8-blocks": lambda weight: quantise_fp8_experts(weight, (math.gcd(128, weight.shape[1] // 2), 128)),
     "mxfp4": quantise_mxfp4,
 }
 
@@ -85,7 +103,7 @@ class Layer(NamedTuple):
     @property
     def expert_bytes(self) -> float:
         matrices: tuple[Any, ...] = (self.gate_up, self.down)
-        return sum(one.nbytes if isinstance(one, Tensor) else one.num_bytes for one in matrices) / EXPERTS
+        return sum(one.nbytes if isinstance(one, Tensor) else one.num_bytes for one in matrices) / SIZES.experts
 
 
 def make_layers(rows: int, kind: str, device: str = "") -> list[Layer]:
@@ -102,39 +120,39 @@ def make_layers(rows: int, kind: str, device: str = "") -> list[Layer]:
         _WEIGHTS.clear()  # those of another format
         _WEIGHTS[kind, device] = [
             (
-                random(EXPERTS, HIDDEN, scale=4 * HIDDEN**-0.5),
-                make(random(EXPERTS, 2 * FFN, HIDDEN, scale=HIDDEN**-0.5)),
-                make(random(EXPERTS, HIDDEN, FFN, scale=4 * FFN**-0.5)),
+                random(SIZES.experts, SIZES.hidden, scale=4 * SIZES.hidden**-0.5),
+                make(random(SIZES.experts, 2 * SIZES.ffn, SIZES.hidden, scale=SIZES.hidden**-0.5)),
+                make(random(SIZES.experts, SIZES.hidden, SIZES.ffn, scale=4 * SIZES.ffn**-0.5)),
             )
             for _ in range(LAYERS)
         ]
-    return [_layer(one, random(rows, HIDDEN, scale=1), rows, device) for one in _WEIGHTS[kind, device]]
+    return [_layer(one, random(rows, SIZES.hidden, scale=1), rows, device) for one in _WEIGHTS[kind, device]]
 
 
 _WEIGHTS: dict[tuple[str, str], list[tuple[Tensor, ExpertMatrices, ExpertMatrices]]] = {}
 
 
 def _layer(weights: tuple[Tensor, ExpertMatrices, ExpertMatrices], x: Tensor, rows: int, device: str) -> Layer:
-    load = torch.zeros(EXPERTS, dtype=torch.int64, device=device)
+    load = torch.zeros(SIZES.experts, dtype=torch.int64, device=device)
     inputs = None if isinstance(weights[1], Tensor) else torch.empty_like(x, dtype=torch.float16)
-    norm = torch.ones(HIDDEN, dtype=BF16, device=device)
-    return Layer(*weights, x, inputs, norm, RoutedRows.empty(rows, OPTIONS, device), load)
+    norm = torch.ones(SIZES.hidden, dtype=BF16, device=device)
+    return Layer(*weights, x, inputs, norm, RoutedRows.empty(rows, SIZES.options, device), load)
 
 
 def workspace_for(rows: int, kind: str, device: str = "") -> ExpertWorkspace:
     like = torch.empty(0, dtype=BF16, device=device or DEVICE)
     operands = None if kind == "bf16" else torch.float16
-    return ExpertWorkspace.empty(rows, CHOSEN, EXPERTS, FFN, HIDDEN, like, operands)
+    return ExpertWorkspace.empty(rows, SIZES.chosen, SIZES.experts, SIZES.ffn, SIZES.hidden, like, operands)
 
 
 def tuning_for(rows: int, kind: str) -> ExpertTuning:
     tuned = {"bf16": expert_tuning, "mxfp4": mxfp4_expert_tuning}.get(kind, fp8_expert_tuning)
-    return tuned(rows, CHOSEN, EXPERTS)
+    return tuned(rows, SIZES.chosen, SIZES.experts)
 
 
 def do_route(layer: Layer, tuning: ExpertTuning, pdl: bool = True) -> None:
     pdl = pdl and PDL
-    route(layer.x, layer.router, OPTIONS, layer.routed, layer.load, block_m=tuning.block_m, eps=EPS, pdl=pdl)
+    route(layer.x, layer.router, SIZES.options, layer.routed, layer.load, block_m=tuning.block_m, eps=EPS, pdl=pdl)
 
 
 def do_gate_up(layer: Layer, tuning: ExpertTuning, workspace: ExpertWorkspace, pdl: bool = True) -> None:
@@ -190,7 +208,7 @@ def candidates(rows: int) -> list[ExpertTuning]:
     ]
 
 
-def compile_ahead(rows_list: list[int], kinds: list[str], folder: Path, *, tunes: bool) -> None:
+def compile_ahead(rows_list: list[int], kinds: list[str], folder: Path, what: list[str]) -> None:
     """Compiles all variants in parallel, since launching would compile them one by one."""
     found: set[KernelVariant] = set()
     began = time.perf_counter()
@@ -199,14 +217,15 @@ def compile_ahead(rows_list: list[int], kinds: list[str], folder: Path, *, tunes
             layer, workspace = make_layers(rows, kind, "meta")[0], workspace_for(rows, kind, "meta")
             default = tuning_for(rows, kind)
             with recorded_launches() as launches:
-                for tuning in {*(candidates(rows) if tunes else ()), default}:
+                for tuning in {*(candidates(rows) if "tune" in what else ()), default}:
                     do_layer(layer, tuning, workspace, layer.x)
                 do_layer(layer, default, workspace, layer.x, pdl=False)
             found |= launches
     arch, failed = compile_variants(found, folder)
-    spec = shape("qwen3-30b-a3b").with_layers(range(2))
-    scheduler = SchedulerConfig(num_pages=2048, context_tokens=4096, max_running=16, max_batch_tokens=4096)
-    precompile([spec], Precision("bfloat16"), scheduler, folder, arch)
+    if "step" in what:
+        spec = shape("qwen3-30b-a3b").with_layers(range(2))
+        scheduler = SchedulerConfig(num_pages=2048, context_tokens=4096, max_running=16, max_batch_tokens=4096)
+        precompile([spec], Precision("bfloat16"), scheduler, folder, arch)
     print(f"compiled {len(found)} variants in {time.perf_counter() - began:.0f} s, {failed} failed", flush=True)
 
 
@@ -221,8 +240,8 @@ def check(rows_list: list[int], kind: str) -> None:
         out, again = torch.empty_like(layer.x), torch.empty_like(layer.x)
         for target in (out, again):
             do_layer(layer, tuning, workspace, target)
-        ids, _ = route_reference(layer.x, layer.router, OPTIONS, EPS)
-        weights, found = layer.routed.matrix.topk(CHOSEN)
+        ids, _ = route_reference(layer.x, layer.router, SIZES.options, EPS)
+        weights, found = layer.routed.matrix.topk(SIZES.chosen)
         others = int((found.sort(-1)[0] != ids.sort(-1)[0]).any(-1).sum())  # near-ties
         part = slice(0, min(rows, 512))  # the reference is slow
         weights = weights[part].double()
@@ -232,7 +251,7 @@ def check(rows_list: list[int], kind: str) -> None:
         count = int(layer.load.sum())
         print(
             f"      {rows:8}  {others:13}  {errors.mean():.2e}  {errors.max():.2e}               "
-            f"{torch.equal(out, again)}   counted {count == 2 * rows * CHOSEN}",
+            f"{torch.equal(out, again)}   counted {count == 2 * rows * SIZES.chosen}",
             flush=True,
         )
 
@@ -258,7 +277,7 @@ def used_experts(layers: list[Layer]) -> float:
 def rates(rows: int, experts: float, us: float, expert_bytes: float, share: float = 1.0) -> str:
     """share: of the weights of an expert."""
     bytes_read = experts * expert_bytes * share
-    flops = 2 * rows * CHOSEN * 3 * FFN * HIDDEN * share
+    flops = 2 * rows * SIZES.chosen * 3 * SIZES.ffn * SIZES.hidden * share
     return f"{bytes_read / us / 1e6:5.2f} TB/s {flops / us / 1e6:6.1f} TFLOP/s"
 
 
@@ -290,8 +309,8 @@ def time_layers(rows_list: list[int], kind: str) -> None:
 def step(_: list[int], kind: str) -> None:
     """The device time of decode batches, per layer: the head and the sampling of a model without layers are subtracted
     by comparing eight layers with two."""
-    if kind != "bf16":
-        print(f"\nstep      is for bf16 only, not for {kind}")
+    if kind != "bf16" or shape("qwen3-30b-a3b").hidden_size != SIZES.hidden:
+        print(f"\nstep      is for bf16 and Qwen3-30B-A3B only, not for {kind}")
         return
     print("\nstep      µs per layer, by rows of a decode batch with contexts of about 150 tokens")
     choices: dict[str, GemmTuning] = {
@@ -312,7 +331,7 @@ def step(_: list[int], kind: str) -> None:
 def _split(rows: int, columns: int, gated: bool, qkv: int, out: int) -> LinearTuning | None:
     if rows > LISTED_ROWS or gated:
         return None
-    return LinearTuning(16, 32, 128, 4, 5, qkv if columns > HIDDEN else out)
+    return LinearTuning(16, 32, 128, 4, 5, qkv if columns > SIZES.hidden else out)
 
 
 def _decode_times(num_layers: int, tuning: GemmTuning) -> dict[int, float]:
@@ -391,7 +410,11 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["check", "time", "step", "tune"])
     parser.add_argument("--rows", type=int, nargs="*", default=list(ROWS))
     parser.add_argument("--formats", nargs="*", default=["bf16"], choices=list(FORMATS))
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=["qwen3-30b-a3b", "gpt-oss-20b"])
     given = parser.parse_args()
+    spec = shape(given.shape)
+    SIZES.hidden, SIZES.ffn = spec.hidden_size, spec.expert_ffn_size
+    SIZES.experts, SIZES.chosen = spec.num_experts, spec.experts_per_token
     torch.manual_seed(0)
     jobs: dict[str, Callable[[list[int], str], None]] = {
         "check": check,
@@ -401,7 +424,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         try:
-            compile_ahead(given.rows, given.formats, Path(folder), tunes="tune" in given.what)
+            compile_ahead(given.rows, given.formats, Path(folder), given.what)
         except Exception:
             traceback.print_exc()
         for kind in given.formats:

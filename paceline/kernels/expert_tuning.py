@@ -48,7 +48,7 @@ def expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
 
 def fp8_expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
     """As `expert_tuning`, for experts in FP8. Tiles have the columns of one scale; with many rows they are smaller,
-    since sums with and without scales are in registers at once. Not measured yet: those that spill none."""
+    since sums with and without scales are in registers at once. Not tuned: those that spill none."""
     mean = rows * num_chosen / num_experts
     if rows <= LISTED_ROWS:
         return ExpertTuning(LISTED_ROWS, ExpertTile(32, 128, 4, 5), ExpertTile(32, 128, 4, 10), split=4)

@@ -446,6 +446,7 @@ def add_gate_up(
     not normed, and the router computed its factors."""
     (rows, hidden), (experts, width, _) = x.shape, gate_up.shape
     ffn, chosen, tile = width // 2, routed.ids.shape[1], tuning.gate_up
+    assert ffn % format_options(gate_up)["SCALE_N"] == 0, "a row of gate and one of up have one scale"
     listed = rows <= LISTED_ROWS
     num_blocks = min(rows * chosen, experts) if listed else max_blocks(rows * chosen, experts, tuning.block_m)
     _expert_gate_up_kernel[(cdiv(ffn, tile.block_n), num_blocks)](
