@@ -451,14 +451,12 @@ class EngineConfig:
     )
     pp: int = option(
         1,
-        "pipeline parallelism: number of processes on a CPU among which the layers are divided; GPUs are not supported "
-        "yet (vLLM: pipeline_parallel_size; SGLang: pp_size)",
+        "pipeline parallelism: number of GPUs, or of processes on a CPU, among which the layers are divided (vLLM: "
+        "pipeline_parallel_size; SGLang: pp_size)",
         low=1,
         high=64,
     )
-    collectives: str = option(
-        "auto", "how the ranks of tensor parallelism exchange tensors; with tp", choices=COLLECTIVES
-    )
+    collectives: str = option("auto", "how the ranks of tp, or the stages of pp, exchange tensors", choices=COLLECTIVES)
     speculate: str | None = option(
         None,
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
@@ -583,8 +581,8 @@ class EngineConfig:
             )
         self._check_pipeline()
         self._check_lora()
-        if self.collectives != "auto" and self.tp == 1:
-            raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp, too.")
+        if self.collectives != "auto" and self.num_ranks == 1:
+            raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp or pp, too.")
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
 
@@ -618,6 +616,10 @@ class EngineConfig:
             raise ConfigError(
                 f"pp is {self.pp} and speculate is {self.speculate!r}: a pipeline has no speculative decoding; set it "
                 "to off."
+            )
+        if self.collectives == "symmetric":
+            raise ConfigError(
+                f"pp is {self.pp} and collectives is 'symmetric', which only tp uses: set it to auto, nccl or gloo."
             )
         for name, remedy in (
             ("tp", "tensor and pipeline parallelism cannot be combined yet; set one of them to 1"),
