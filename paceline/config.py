@@ -698,6 +698,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "soak": "random joins, aborts and retractions, with invariants checked at every step",
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
     "tp": "tensor parallelism with two ranks on one device: greedy tokens within tolerance of float32",
+    "pp": "pipeline parallelism with two and three stages on one device: greedy tokens within tolerance of float32",
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "pd": "prefill/decode disaggregation, two engines on one device: rate of the KV against a pinned copy, and tokens",
     "sanitizer": "a short run under compute-sanitizer, if installed",
