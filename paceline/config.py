@@ -453,14 +453,12 @@ class EngineConfig:
     )
     pp: int = option(
         1,
-        "pipeline parallelism: number of processes on a CPU among which the layers are divided; GPUs are not supported "
-        "yet (vLLM: pipeline_parallel_size; SGLang: pp_size)",
+        "pipeline parallelism: number of GPUs, or of processes on a CPU, among which the layers are divided (vLLM: "
+        "pipeline_parallel_size; SGLang: pp_size)",
         low=1,
         high=64,
     )
-    collectives: str = option(
-        "auto", "how the ranks of tensor parallelism exchange tensors; with tp", choices=COLLECTIVES
-    )
+    collectives: str = option("auto", "how the ranks of tp, or the stages of pp, exchange tensors", choices=COLLECTIVES)
     speculate: str | None = option(
         None,
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
@@ -585,8 +583,8 @@ class EngineConfig:
             )
         self._check_pipeline()
         self._check_lora()
-        if self.collectives != "auto" and self.tp == 1:
-            raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp, too.")
+        if self.collectives != "auto" and self.num_ranks == 1:
+            raise ConfigError(f"collectives is {self.collectives!r} and tp is 1: give tp or pp, too.")
         if self.speculate == "draft" and not self.draft_model:
             raise ConfigError(f"speculate is 'draft' and draft_model is {self.draft_model!r}: name a draft model.")
 
@@ -620,6 +618,10 @@ class EngineConfig:
             raise ConfigError(
                 f"pp is {self.pp} and speculate is {self.speculate!r}: a pipeline has no speculative decoding; set it "
                 "to off."
+            )
+        if self.collectives == "symmetric":
+            raise ConfigError(
+                f"pp is {self.pp} and collectives is 'symmetric', which only tp uses: set it to auto, nccl or gloo."
             )
         for name, remedy in (
             ("tp", "tensor and pipeline parallelism cannot be combined yet; set one of them to 1"),
@@ -698,6 +700,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "soak": "random joins, aborts and retractions, with invariants checked at every step",
     "swap": "KV pages fetched from host memory are bitwise equal to those spilled",
     "tp": "tensor parallelism with two ranks on one device: greedy tokens within tolerance of float32",
+    "pp": "pipeline parallelism with two and three stages on one device: greedy tokens within tolerance of float32",
     "weights": "weights replaced in a running engine, compared with an engine that loaded them; and how long it takes",
     "pd": "prefill/decode disaggregation, two engines on one device: rate of the KV against a pinned copy, and tokens",
     "sanitizer": "a short run under compute-sanitizer, if installed",

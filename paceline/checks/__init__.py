@@ -8,6 +8,7 @@ from paceline.checks.embeddings import check_embeddings
 from paceline.checks.harness import CheckResult, CheckSetup
 from paceline.checks.inter_token_latency import check_inter_token_latency
 from paceline.checks.logits import check_logits
+from paceline.checks.pipeline_parallel import check_pipeline_parallel
 from paceline.checks.sanitizer import run_sanitizer, run_tiny
 from paceline.checks.soak import check_soak
 from paceline.checks.swap import check_swap
@@ -23,6 +24,7 @@ __all__ = [
     "check_embeddings",
     "check_inter_token_latency",
     "check_logits",
+    "check_pipeline_parallel",
     "check_soak",
     "check_swap",
     "check_tensor_parallel",
@@ -41,6 +43,7 @@ CHECKS: dict[str, Callable[[CheckSetup], CheckResult]] = {
     "soak": check_soak,
     "swap": check_swap,
     "tp": check_tensor_parallel,
+    "pp": check_pipeline_parallel,
     "weights": check_weights,
     "tiny": run_tiny,
 }

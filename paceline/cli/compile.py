@@ -45,12 +45,10 @@ def compile(
     from paceline.engine.build import kernel_options
     from paceline.engine.cuda.precompile import precompile
     from paceline.engine.precision import check_arch
-    from paceline.model.layout import different_shards
+    from paceline.model.layout import Shard, different_shards
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
     config = EngineConfig(**engine_options)
-    if config.pp > 1:
-        raise ConfigError(f"pp is {config.pp}: pipeline parallelism runs on CPUs only so far, which need no kernels.")
     check_arch(config, int(found[1]))
     what = kernel_options(model, shape, config, scheduler_options)
     try:
@@ -65,7 +63,12 @@ def compile(
     progress = show if sys.stderr.isatty() else None
     variants: set[Any] = set()
     count = 0
-    for shard in different_shards(what[0][0], config.tp):
+    spec = what[0][0]
+    shards = different_shards(spec, config.tp)
+    if config.pp > 1:
+        shards = [Shard(stage=stage, num_stages=config.pp) for stage in range(config.pp)]
+        shards[0].spec(spec)  # raises if there are too many
+    for shard in shards:
         listed, compiled = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress, shard=shard)
         variants.update(listed)
         count += compiled

@@ -175,7 +175,7 @@ def build_engine(
         specs.append(draft.spec)
         num_bytes += config.tp * weight_bytes(draft_config, draft.spec, draft.path)  # every rank has all of it
     _check_ranks(config, spec, device)
-    free = torch.cuda.mem_get_info()[0] * config.tp if device == "cuda" else None
+    free = torch.cuda.mem_get_info()[0] * config.num_ranks if device == "cuda" else None
     check_models_fit(specs, num_bytes, free=free)
     with ExitStack() as stack:
         ranks, group, stages = None, None, None
@@ -189,7 +189,8 @@ def build_engine(
         kernels = None
         if device == "cuda":
             groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
-            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard_of(group), groups)
+            shard = shard_of(group or stages)
+            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard, groups)
         with _one_thread():
             if text is not None:
                 tokenizer = text.tokenizer
@@ -254,14 +255,19 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     if setup.device == "cuda":
         specs = [spec] if draft is None else [spec, draft.spec]
         groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
-        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group), groups)
+        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group or stages), groups)
     with _one_thread():
         fast = load_model(path, spec, setup.seed, config, setup.device, context, None, group, stages)
         drafter = None
         if draft is not None:  # in the precision of the model, as on rank 0: none is kept in 4 bits with ranks
             drafter = load_model(draft.path, draft.spec, setup.seed, config, setup.device, context)
     options = setup.scheduler_options
-    return build_executor(fast, config, options, kernels=kernels, draft=drafter, agree=agree).executor
+    executor = build_executor(fast, config, options, kernels=kernels, draft=drafter, agree=agree).executor
+    if isinstance(executor, CpuExecutor) or stages is None:
+        return executor
+    from paceline.engine.cuda.stages import LaterCudaStage  # not at the top: the CPU needs no Triton
+
+    return LaterCudaStage(executor, stages)
 
 
 def load_model(
@@ -411,15 +417,12 @@ def _with_threads(config: EngineConfig, device: str) -> EngineConfig:
 def _check_ranks(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raises if the model cannot be divided, or the GPUs do not suffice."""
     Shard(0, config.tp, 0, config.pp).spec(spec)
-    if device == "cuda" and config.pp > 1:
-        raise ConfigError(
-            f"pp is {config.pp} and the device is a GPU: pipeline parallelism runs on CPUs only so far; use tp, or set "
-            "device to cpu."
-        )
     shares_gpu = config.collectives == "gloo" or os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
-    if device == "cuda" and not shares_gpu and torch.cuda.device_count() < config.tp:
+    if device == "cuda" and not shares_gpu and torch.cuda.device_count() < config.num_ranks:
+        name, each = ("tp", "rank") if config.pp == 1 else ("pp", "stage")
         raise ConfigError(
-            f"tp is {config.tp} and there are {torch.cuda.device_count()} GPUs: each rank needs one; lower tp."
+            f"{name} is {config.num_ranks} and there are {torch.cuda.device_count()} GPUs: each {each} needs one; "
+            f"lower {name}."
         )
     if config.collectives in ("nccl", "symmetric") and device == "cpu":
         raise ConfigError(f"collectives is {config.collectives!r}, which needs GPUs: set it to auto or gloo.")
@@ -457,10 +460,15 @@ def _connected(
 
 def _links(
     config: EngineConfig, backend: str, rank: int, store: Any, device: str
-) -> tuple[RankGroup | None, StageLink | None]:
+) -> tuple[RankGroup | None, StagePipe | None]:
     """What this process has to do with the others: its place among the ranks, or among the stages."""
     if config.pp > 1:
-        return None, StagePipe(TorchGroup(Shard(rank, config.pp), store, backend))
+        shard = Shard(rank, config.pp)
+        device_ranks = None
+        if backend == "nccl":
+            device_ranks = TorchGroup(shard, store, "nccl")
+            device_ranks.connect_neighbours()
+        return None, StagePipe(TorchGroup(shard, store, "gloo"), device_ranks)
     return _group(backend, Shard(rank, config.tp), store, device), None
 
 
@@ -589,15 +597,14 @@ def assemble(
         executor.capabilities = replace(executor.capabilities, lora=False)
     if ranks is not None:
         from paceline.engine.parallel_executor import ParallelExecutor
-        from paceline.engine.pipeline_executor import PipelineExecutor
 
         ranks.wait_ready()
-        if isinstance(built.executor, CpuExecutor) and decoder.stages is not None:
-            executor = PipelineExecutor(built.executor, ranks)
-        else:
-            if not isinstance(built.executor, CpuExecutor):  # there collectives raise when a rank is killed
-                built.executor.guard = ranks.check
+        if not isinstance(built.executor, CpuExecutor):  # there collectives raise when a rank is killed
+            built.executor.guard = ranks.check
+        if decoder.stages is None:
             executor = ParallelExecutor(built.executor, ranks)
+        else:
+            executor = _pipeline(built.executor, ranks, decoder.stages, built.scheduler.max_running)
     scheduler_config, device_name = built.scheduler, built.device_name
     on_gpu = None if isinstance(built.executor, CpuExecutor) else built.executor
     scheduler = Scheduler(scheduler_config)
@@ -636,6 +643,21 @@ def assemble(
     if ranks is not None:
         ranks.watch(engine.fail)
     return engine
+
+
+def _pipeline(executor: CpuExecutor | CudaExecutor, ranks: RankLink, pipe: StageLink, max_running: int) -> Executor:
+    """executor: that of the first stage."""
+    from paceline.engine.pipeline_executor import PipelineExecutor
+
+    if isinstance(executor, CpuExecutor):
+        late_tokens = getattr(executor.runner, "late_tokens", None)
+        assert late_tokens is not None, "the first stage plans"
+        return PipelineExecutor(executor, ranks, pipe, late_tokens)
+    from paceline.engine.cuda.stages import FirstCudaStage  # not at the top: the CPU needs no Triton
+
+    assert isinstance(pipe, StagePipe), "stages of GPUs have a pipe"
+    first = FirstCudaStage(executor, pipe, max_running)
+    return PipelineExecutor(first, ranks, pipe, first.late_tokens, on_gpus=True)
 
 
 def _host_options(

@@ -6,33 +6,44 @@
                          └─ tokens ─▶ executor of stage 0
 
 Every stage executes all passes in launch order. Passes that follow each other have different decode rows, so that all
-stages are busy: see `RunningSet.due_slots`.
+stages are busy: see `RunningSet.due_slots`. On GPUs all stages report their results, for the time of their part.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from queue import SimpleQueue
 
 import numpy as np
 
 from paceline.codec import TypedDecoder
-from paceline.engine.cpu.executor import CpuExecutor
-from paceline.engine.cpu.stages import StageRunner
 from paceline.engine.executor import Executor, Pending, Result
+from paceline.engine.late_tokens import LateTokens
 from paceline.engine.parallel_executor import RankedExecutor, RankLink, rank_errors
-from paceline.engine.rank_messages import LaunchPass, SamplePass
+from paceline.engine.rank_messages import LaunchPass, RunBackgroundWork, SamplePass
+from paceline.model.rank_group import StageLink
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Plan
 
 
 class PipelineExecutor(RankedExecutor):
-    def __init__(self, local: CpuExecutor, ranks: RankLink) -> None:
-        """local: the executor of the first stage."""
-        assert isinstance(local.runner, StageRunner) and local.runner.late_tokens is not None, "the first stage plans"
+    def __init__(
+        self,
+        local: Executor,
+        ranks: RankLink,
+        pipe: StageLink,
+        late_tokens: LateTokens,
+        *,
+        on_gpus: bool = False,
+    ) -> None:
+        """local: the executor of the first stage, which waits for `late_tokens`. on_gpus: all other stages send
+        results, each with its own time, and have graphs to capture; otherwise the last one does, with the time of
+        all."""
         self._local, self._ranks = local, ranks
-        self._pipe, self._late_tokens = local.runner.pipe, local.runner.late_tokens
+        self._pipe, self._late_tokens = pipe, late_tokens
+        self._on_gpus = on_gpus
         self.capabilities = replace(local.capabilities, kv_transfer=False)
         self._results: TypedDecoder[Result] = TypedDecoder(Result)
         self._launched: SimpleQueue[_PipelinePending | None] = SimpleQueue()
@@ -41,7 +52,17 @@ class PipelineExecutor(RankedExecutor):
 
     @property
     def local(self) -> Executor:
-        return self._local
+        return self._local.local
+
+    @property
+    def slow_launches(self) -> Mapping[str, int]:
+        return self._local.slow_launches
+
+    def run_background_work(self) -> bool:
+        if not self._on_gpus:
+            return False
+        self._ranks.send(RunBackgroundWork())
+        return self._local.run_background_work()
 
     def launch(self, plan: Plan) -> _PipelinePending:
         return self._launch(LaunchPass(plan))
@@ -51,7 +72,8 @@ class PipelineExecutor(RankedExecutor):
 
     def _launch(self, message: LaunchPass) -> _PipelinePending:
         self._ranks.send(message)
-        pending = _PipelinePending(message.plan, self._local.launch(message.plan), self._ranks)
+        first = self._local.launch(message.plan)
+        pending = _PipelinePending(message.plan, first, self._ranks, adds_time=self._on_gpus)
         self._launched.put(pending)
         return pending
 
@@ -61,7 +83,7 @@ class PipelineExecutor(RankedExecutor):
         while (pending := self._launched.get()) is not None:
             if error is None:
                 try:
-                    result = self._results.decode(self._pipe.receive_result())
+                    result = self._receive_result()
                 except Exception as failure:  # of this pass and all behind it
                     error = failure
                     self._late_tokens.fail(failure)
@@ -70,6 +92,13 @@ class PipelineExecutor(RankedExecutor):
                     pending.settle(result)
             if error is not None:
                 pending.fail(error)
+
+    def _receive_result(self) -> Result:
+        if not self._on_gpus:
+            return self._results.decode(self._pipe.receive_result())
+        stages = range(1, self._pipe.shard.num_stages)
+        *others, last = [self._results.decode(self._pipe.receive_result(stage)) for stage in stages]
+        return last._replace(device_s=sum(one.device_s or 0.0 for one in (*others, last)))
 
     def check(self) -> None:
         self._local.check()
@@ -83,11 +112,12 @@ class PipelineExecutor(RankedExecutor):
 
 
 class _PipelinePending:
-    __slots__ = ("_done", "_error", "_first", "_ranks", "_result", "plan")
+    __slots__ = ("_adds_time", "_done", "_error", "_first", "_ranks", "_result", "plan")
 
-    def __init__(self, plan: Plan, first: Pending, ranks: RankLink) -> None:
+    def __init__(self, plan: Plan, first: Pending, ranks: RankLink, *, adds_time: bool) -> None:
+        """adds_time: the result has no time of the first stage."""
         self.plan = plan
-        self._first, self._ranks = first, ranks
+        self._first, self._ranks, self._adds_time = first, ranks, adds_time
         self._done = threading.Event()
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -102,12 +132,15 @@ class _PipelinePending:
 
     def wait(self) -> Result:
         with rank_errors(self._ranks):
-            self._first.wait()  # raises if the first stage has failed: then no result comes
+            first = self._first.wait()  # raises if the first stage has failed: then no result comes
             self._done.wait()
             if self._error is not None:
                 raise self._error
-        assert self._result is not None, "a pass ended with neither a result nor an error"
-        return self._result
+        result = self._result
+        assert result is not None, "a pass ended with neither a result nor an error"
+        if not self._adds_time:
+            return result
+        return result._replace(device_s=(result.device_s or 0.0) + (first.device_s or 0.0))
 
     def drafts(self) -> Drafts:
         return ()

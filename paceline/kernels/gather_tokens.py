@@ -1,7 +1,8 @@
 """The input of a forward pass: gathers tokens from the token pool by slot and position, and their embedding rows.
 
 A token that the previous pass sampled is read from where the sampler wrote it, without a round trip to the host. Where
-the vocabulary is sharded, a rank writes zeros for tokens of other ranks, and an all-reduce follows.
+the vocabulary is sharded, a rank writes zeros for tokens of other ranks, and an all-reduce follows. A stage of a
+pipeline that gets hidden states from another needs slots and positions only.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -62,6 +63,7 @@ def _gather_tokens_kernel(
     LEAVE_SQUARES: tl.constexpr,
     RAGGED: tl.constexpr,
     SHARDED: tl.constexpr,
+    EMBED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -80,25 +82,26 @@ def _gather_tokens_kernel(
         live = token < tl.load(num_rows)
         slot = tl.load(row_slots + row)
         position = tl.load(num_computed + slot) + offset
-    token_id = tl.load(token_pool + slot.to(tl.int64) * pool_stride + position, mask=live, other=0).to(tl.int64)
-    if SHARDED:
-        token_id -= first_id
-        live = live & (token_id >= 0) & (token_id < num_ids)
-    # A padding row gets zeros, so that no NaN or infinity goes through the GEMMs.
-    value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
-    if SCALED:
-        value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
-    tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
-    if LEAVE_SQUARES:
-        wide = value.to(tl.float32)
-        tl.store(squares + token * squares_stride, tl.sum(wide * wide, axis=0))
+    if EMBED:
+        token_id = tl.load(token_pool + slot.to(tl.int64) * pool_stride + position, mask=live, other=0).to(tl.int64)
+        if SHARDED:
+            token_id -= first_id
+            live = live & (token_id >= 0) & (token_id < num_ids)
+        # A padding row gets zeros, so that no NaN or infinity goes through the GEMMs.
+        value = tl.load(embeddings + token_id * hidden + column, mask=inside & live, other=0.0)
+        if SCALED:
+            value = (value.to(tl.float32) * scale).to(out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64) * hidden + column, value.to(out.dtype.element_ty), mask=inside)
+        if LEAVE_SQUARES:
+            wide = value.to(tl.float32)
+            tl.store(squares + token * squares_stride, tl.sum(wide * wide, axis=0))
     tl.store(slots + token, slot)
     tl.store(positions + token, position)
 
 
 def gather_tokens(
     state: SlotState,
-    embeddings: torch.Tensor,
+    embeddings: torch.Tensor | None,
     out: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
@@ -108,7 +111,8 @@ def gather_tokens(
     first_id: int | None = None,
     scale: float = 1.0,
 ) -> None:
-    """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H].
+    """out [T, H], slots [T] and positions [T] (int32) for the tokens of a pass; embeddings [V, H], or None: `out` stays
+    as it is.
 
     Without token_rows, token i is row i's only token (a decode batch; rows from num_rows on are padding and get zeros).
     With it, token i belongs to row token_rows[i] [T], whose tokens begin at query_starts[row] [R + 1]; row -1 is
@@ -126,7 +130,7 @@ def gather_tokens(
         state.num_rows,
         state.row_slots if token_rows is None else token_rows,
         state.row_slots if query_starts is None else query_starts,
-        embeddings,
+        out if embeddings is None else embeddings,
         out,
         slots,
         positions,
@@ -135,12 +139,13 @@ def gather_tokens(
         0 if squares is None else squares.stride(0),
         hidden,
         first_id or 0,
-        len(embeddings),
+        0 if embeddings is None else len(embeddings),
         float(scale),
-        SCALED=scale != 1.0,
+        SCALED=scale != 1.0 and embeddings is not None,
         LEAVE_SQUARES=squares is not None,
         RAGGED=token_rows is not None,
         SHARDED=first_id is not None,
+        EMBED=embeddings is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
     )

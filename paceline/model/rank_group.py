@@ -58,10 +58,11 @@ class StageLink(Protocol):
         """Time that the pass has taken on this stage and those before, without waiting for other passes."""
 
     def send_result(self, data: bytes) -> None:
-        """From the last stage to the first."""
+        """To the first stage."""
 
-    def receive_result(self) -> bytes:
-        """Blocks until the last stage has sent the next result. Called by another thread than the others."""
+    def receive_result(self, stage: int | None = None) -> bytes:
+        """Blocks until a stage, by default the last one, has sent its next result. Called by another thread than the
+        others."""
 
 
 def shard_of(group: RankGroup | StageLink | None) -> Shard:

@@ -94,6 +94,16 @@ class TorchGroup:
         """Fills `tensor` with what `rank` sends. Several threads may receive, from different ranks."""
         self._group.recv([tensor], rank, 0).wait()
 
+    def connect_neighbours(self) -> None:
+        """Sends a number from each rank to the next one: NCCL connects two ranks when they first send, and has its
+        memory before the KV cache."""
+        number, rank = torch.zeros(1, device="cuda"), self.shard.rank
+        if rank > 0:
+            self.receive(number, rank - 1)
+        if rank + 1 < self.shard.size:
+            self.send(number, rank + 1).wait()
+        torch.cuda.synchronize()
+
     def abort(self) -> None:
         """Ends collectives in progress, where the backend can."""
         if self.is_capturable:

@@ -126,8 +126,8 @@ def read_args(args: Mapping[str, Any], cluster_gpus: float = 0) -> RaySetup:
         uses_gpu = engine.executor != "virtual" and (
             engine.device == "cuda" or (engine.device == "auto" and cluster_gpus)
         )
-        # Ranks of one engine are processes on one machine, so tensor parallelism needs its GPUs in one node.
-        num_gpus = given.get("tp", 1) if uses_gpu else 0
+        # Ranks and stages of one engine are processes on one machine, so they need their GPUs in one node.
+        num_gpus = engine.num_ranks if uses_gpu else 0
     if not num_gpus and engine.device == "auto" and engine.executor != "virtual":
         given["device"] = "cpu"
     source = ModelSource(model, load, shape, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ from paceline import checks
 from paceline.checks import CheckSetup
 from paceline.checks import soak as soaking
 from paceline.checks.harness import TimedSink
+from paceline.checks.rank_judge import JudgedRow, RankJudge
 from paceline.config import ConfigError
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cuda.inputs import PlanPacker
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.kernels._triton import HAS_TRITON
+from paceline.llm import LLM
 from paceline.model.spec import ModelSpec
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler import Scheduler
@@ -61,6 +64,28 @@ def test_tensor_parallel_passes_and_reports_every_way_of_communicating(monkeypat
     assert result.passed and "PASS    tp 2, gloo" in result.text and "NOT RUN tp 1, NCCL" in result.text, result.text
     break_batches(monkeypatch)  # of rank 0, and of the engine without ranks
     assert not checks.check_tensor_parallel(SETUP, count=4, **SMALL).passed
+
+
+@pytest.mark.cluster
+def test_pipeline_parallel_passes_and_reports_every_number_of_stages() -> None:
+    result = checks.check_pipeline_parallel(SETUP, count=4, **SMALL)
+    assert result.passed and "NOT RUN pp 2, NCCL: needs 2 GPUs" in result.text, result.text
+    assert all(f"PASS    pp {size}, gloo" in result.text for size in (2, 3)), result.text
+    assert result.text.count("10 of 10 outputs equal") == 3, "in float32 stages add in the same order as one"
+
+
+def test_a_row_of_ranks_that_does_not_end_fails_and_is_the_last() -> None:
+    may_end = threading.Event()
+
+    def stuck() -> LLM:
+        may_end.wait()
+        raise RuntimeError("it ends with the test")
+
+    judge = RankJudge(SETUP, count=1, **SMALL)
+    result = judge.results([JudgedRow("pp 2", stuck), JudgedRow("pp 3", stuck)], time_limit=0.01)
+    may_end.set()
+    assert result.passed is False and "FAIL    pp 2: no result after 0.01 s" in result.text
+    assert "NOT RUN pp 3: the row before it did not end" in result.text
 
 
 def test_alone_passes_on_a_correct_engine_and_fails_on_a_broken_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,19 +17,25 @@ import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
+from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
+from paceline.engine.executor import Executor, Pending
 from paceline.engine.precision import Precision
 from paceline.kernels.binaries import compile_for, compile_variant
 from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
+from paceline.model.decoder import Decoder
 from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.registry import shape
-from paceline.model.weights import random_decoder
+from paceline.model.weights import random_decoder, random_weights
+from paceline.parallel.stages import StagePipe
+from paceline.parallel.threads import ThreadGroup
 from paceline.request import SamplingParams
 from paceline.scheduler import Scheduler
+from paceline.scheduler.plan import Plan
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.oracle.adapters import adapted_shapes, write_adapter
 
@@ -96,6 +102,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         {"context_tokens": 600, "num_pages": 200, "max_running": 9, "lora": (3, 40), "rank": Shard(1, 2)},
     ),
 ]
+STAGES: list[tuple[str, dict[str, Any]]] = [
+    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 9}),
+    ("tiny-gemma2", {"context_tokens": 600, "num_pages": 200, "max_running": 5}),
+]  # with pipeline parallelism
 NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "groups", "lora")  # options
 # Large enough for the fused GEMM.
 SPECS = {
@@ -212,6 +222,44 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> list[KernelVarian
     return sorted({_on_any_device(variant) for variant in launched} - listed, key=repr)
 
 
+class AllStages(Executor):
+    """The stages of a pipeline, one after the other; nothing is sent. Records what each of them launches."""
+
+    def __init__(self, stages: list[CudaExecutor]) -> None:
+        self.capabilities = stages[-1].capabilities
+        self._stages = stages
+        self.launched: list[set[KernelVariant]] = [set() for _ in stages]
+
+    def launch(self, plan: Plan) -> Pending:
+        for stage, launched in zip(self._stages, self.launched, strict=True):
+            with recorded_launches() as found:
+                pending = stage.launch(plan)
+            launched |= {_on_any_device(variant) for variant in found}
+        return pending
+
+
+def unlisted_on_stages(name: str, options: dict[str, Any], seed: int) -> list[KernelVariant]:
+    """As `unlisted`, for a first stage, one in the middle and the last."""
+    spec, config = SPECS[name] if name in SPECS else shape(name), SchedulerConfig(**options)
+    shards = [Shard(stage=stage, num_stages=3) for stage in range(3)]
+    listed, stages = [], []
+    for shard in shards:
+        variants = kernel_variants([spec], Precision("float32", "auto", "none", (0, 0)), config, shard)
+        listed.append({_on_any_device(variant) for variant in variants})
+        weights = random_weights(spec, dtype="float32", shard=shard)
+        pipe = StagePipe(ThreadGroup.of_size(3)[shard.stage])
+        decoder = Decoder(spec, weights, max_positions=config.context_tokens, stages=pipe)
+        stages.append(build_cuda(decoder, EngineConfig(), config, None)[0])
+    executor = AllStages(stages)
+    engine = Engine(Scheduler(config), executor, synthetic_tokenizer(spec.vocab_size), vocab_size=spec.vocab_size)
+    with _without_gemms(), LLM.from_engine(engine) as llm:
+        random_requests(llm, random.Random(seed), config.context_tokens)
+    names = [{variant.name for variant in found} for found in executor.launched]
+    assert "_sample_kernel" in names[2] and "_sample_kernel" not in names[0] | names[1], "the last stage samples"
+    missing = zip(executor.launched, listed, strict=True)
+    return sorted({variant for found, known in missing for variant in found - known}, key=repr)
+
+
 def _on_any_device(variant: KernelVariant) -> KernelVariant:
     """Without the constants that differ on a CPU."""
     constants = {name: value for name, value in variant.constants if name not in ("APPROX", "PDL", "launch_pdl")}
@@ -223,6 +271,10 @@ def main() -> None:
         f"{name} {options}: {variant}"
         for seed, (name, options) in enumerate(CASES)
         for variant in unlisted(name, options, seed)
+    ] + [
+        f"{name} in stages {options}: {variant}"
+        for seed, (name, options) in enumerate(STAGES)
+        for variant in unlisted_on_stages(name, options, seed)
     ]
     assert "_linear_kernel" in kernels_of("wide"), "no case uses the fused GEMM"
     print("\n".join(found) or "all listed")

@@ -113,6 +113,18 @@ def test_ragged_rows_gather_consecutive_tokens() -> None:
     assert not out[6:].any(), "padding"
 
 
+def test_a_stage_behind_another_gathers_slots_and_positions_only() -> None:
+    state = random_state()
+    state.row_slots[:3] = torch.tensor([4, 0, 2])
+    state.num_rows.fill_(3)
+    out = torch.full((3, 24), 7.0)
+    slots, positions = (torch.empty(3, dtype=torch.int32) for _ in range(2))
+    gather_tokens(state, None, out, slots, positions, scale=2.0)
+    _, expected_slots, expected_positions = gather_tokens_reference(state, torch.randn(50, 24), None, None, 3)
+    assert torch.equal(slots, expected_slots) and torch.equal(positions, expected_positions)
+    assert (out == 7).all()
+
+
 @pytest.mark.parametrize("is_ragged", [False, True])
 def test_a_rank_gathers_the_tokens_of_its_part_of_the_vocabulary(is_ragged: bool) -> None:
     state = random_state()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from paceline.engine.cuda import precompile
 from paceline.engine.cuda.variants import kernel_variants
 from paceline.kernels.binaries import KernelBinary, KernelStore
 from paceline.kernels.variants import KernelVariant
+from paceline.model.layout import Shard
 from tests.kernels.random_launches import one_of_each_kernel
 
 OF_SOME_FAMILIES = {"_post_norm_kernel", "_soft_cap_kernel"}
@@ -86,6 +88,22 @@ def test_kernels_are_compiled_ahead_without_a_gpu(
     # Another policy or size of the KV cache needs no other kernels.
     again = CliRunner().invoke(app, [*command, "--policy", "lpm", "--context-tokens", "1000"])
     assert f"{len(files)} kernels for sm_90, {len(files) - num_damaged} of them there before" in again.output
+
+
+def test_kernels_of_all_stages_of_a_pipeline_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards: list[Shard] = []
+
+    def compiling(*_: Any, shard: Shard, **__: Any) -> tuple[list[KernelVariant], int]:
+        shards.append(shard)
+        return [], 0
+
+    monkeypatch.setattr(precompile, "precompile", compiling)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command removes it
+    command = ["compile", "--shape", "tiny-qwen3", "-o", str(tmp_path)]
+    assert CliRunner().invoke(app, [*command, "--pp", "2"]).exit_code == 0
+    assert shards == [Shard(stage=0, num_stages=2), Shard(stage=1, num_stages=2)]
+    refused = CliRunner().invoke(app, [*command, "--pp", "5"])
+    assert refused.exit_code and "num_layers is 4, which 5 stages cannot divide" in refused.output
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from paceline.checks.weights import write_folder
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, ServerConfig, check_replicas
 from paceline.engine.cpu.inputs import SlotTables
-from paceline.engine.cpu.stages import LateTokens
+from paceline.engine.late_tokens import LateTokens
 from paceline.engine.loop import Loop
 from paceline.llm import LLM
 from paceline.model.layout import Shard, stored_parts
@@ -209,7 +209,7 @@ def test_a_late_token_is_not_stored_for_another_request_in_its_slot() -> None:
     """A request ends with a pass in flight; its slot is given to another before the token arrives."""
     core = Scheduler(SchedulerConfig(num_pages=64, page_size=4, max_running=1, num_stages=2))
     tables = SlotTables(1, 64, 4)
-    late = LateTokens(tables, 1)
+    late = LateTokens(1, tables.store_tokens)
     core.add(request([1, 2, 3], 2, id="one"), 0.0)
     core.add(request([7, 8, 9, 10, 11, 12], 2, id="other"), 0.0)
     plans = []

@@ -64,6 +64,7 @@ def test_what_cannot_work_is_refused_with_a_remedy(args: dict[str, Any], message
 
 def test_an_engine_gets_the_gpus_that_it_uses() -> None:
     assert read_args({}, cluster_gpus=8).num_gpus == 1
+    assert read_args({"pp": 2}, cluster_gpus=8).num_gpus == 2
     assert read_args({}, cluster_gpus=8).source.options == {}
     assert read_args({}, cluster_gpus=0).source.options == {"device": "cpu"}, "the cluster has no GPU"
     assert read_args({"device": "cpu"}, cluster_gpus=8).num_gpus == 0

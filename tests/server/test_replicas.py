@@ -418,6 +418,8 @@ def test_each_replica_gets_a_gpu_or_its_share_of_the_cpu(monkeypatch: pytest.Mon
     assert choose_device({}, 1, 2, environment) == {} and environment["CUDA_VISIBLE_DEVICES"] == "5"
     assert choose_device({"tp": 2}, 1, 2, four := {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == {"tp": 2}
     assert four["CUDA_VISIBLE_DEVICES"] == "2,3"
+    with pytest.raises(ConfigError, match="there are 3 GPUs: each replica needs pp = 2"):
+        choose_device({"pp": 2}, 0, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2"})
     environment = {"CUDA_VISIBLE_DEVICES": "3"}
     with pytest.raises(ConfigError, match="replicas is 2 and there are 1 GPUs"):
         choose_device({"device": "cuda"}, 0, 2, environment)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from paceline.scheduler.plan import Plan
+from paceline.scheduler.plan import Column, Plan
 
 Index = npt.NDArray[np.int64]
 
@@ -48,6 +48,9 @@ class SlotTables:
             self.tokens[join.slot, : len(join.tokens)] = join.tokens
         if len(plan.page_slots):
             self.pages[plan.page_slots, plan.page_indices] = plan.page_ids
+
+    def store_tokens(self, slots: Column, positions: Column, tokens: Column) -> None:
+        self.tokens[slots, positions] = tokens
 
     def inputs(self, plan: Plan, num_verified: int = 0) -> Inputs:
         """Of a plan with exact positions. The first `num_verified` rows sample after each of their tokens."""

@@ -6,9 +6,6 @@ The last one samples and sends the result to the first, where rows that decode n
 
 from __future__ import annotations
 
-from queue import Empty, SimpleQueue
-
-import numpy as np
 import torch
 
 from paceline.codec import encode
@@ -19,56 +16,10 @@ from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.lora import ResidentAdapters
 from paceline.engine.cpu.model import DecoderModel, arranged_like
 from paceline.engine.executor import Result
+from paceline.engine.late_tokens import LateTokens
 from paceline.model.decoder import Decoder
 from paceline.model.rank_group import StageLink
-from paceline.scheduler.plan import NO_TOKENS, Column, Plan
-
-
-class LateTokens:
-    """The tokens of the first stage. What a pass samples arrives when later passes have begun here; it is stored when a
-    pass needs it, or before the next one."""
-
-    def __init__(self, tables: SlotTables, max_running: int) -> None:
-        self._tables = tables
-        self._arrived: SimpleQueue[tuple[Plan, Column] | Exception] = SimpleQueue()
-        self._stored_step = 0  # the tokens of all passes up to this one are stored
-        self._sampled_step = np.zeros(max_running, np.int64)  # by slot: the last pass that samples for its request
-        self._joined_step = np.zeros(max_running, np.int64)  # by slot: the pass with which its request joined
-
-    def put(self, plan: Plan, tokens: Column) -> None:
-        """Called in the order of the passes, by another thread."""
-        self._arrived.put((plan, tokens))
-
-    def fail(self, error: Exception) -> None:
-        """No more tokens will arrive."""
-        self._arrived.put(error)
-
-    def begin(self, plan: Plan) -> None:
-        """Blocks until the tokens that this pass feeds are stored, which the tables have applied."""
-        for join in plan.joins:
-            self._joined_step[join.slot] = plan.step
-            self._sampled_step[join.slot] = 0
-        needed = int(self._sampled_step[plan.slots].max(initial=0))
-        while self._store_next(wait=self._stored_step < needed):
-            pass
-        self._sampled_step[plan.slots[plan.samples]] = plan.step
-
-    def _store_next(self, *, wait: bool) -> bool:
-        try:
-            arrived = self._arrived.get(block=wait)
-        except Empty:
-            return False
-        if isinstance(arrived, Exception):
-            raise arrived
-        plan, tokens = arrived
-        rows = np.flatnonzero(plan.samples)
-        # The slot may have another request by now, whose tokens must stay.
-        is_same = self._joined_step[plan.slots[rows]] <= plan.step
-        rows, tokens = rows[is_same], tokens[is_same]
-        # A row without a token continues with a valid id until the host has seen it.
-        self._tables.tokens[plan.slots[rows], plan.starts[rows] + plan.lengths[rows]] = np.maximum(tokens, 0)
-        self._stored_step = plan.step
-        return True
+from paceline.scheduler.plan import NO_TOKENS, Plan
 
 
 class StageRunner:
@@ -90,7 +41,7 @@ class StageRunner:
         self._attention = CpuAttention(self.cache, decoder.spec)
         self._tables = SlotTables(max_running, max_row_tokens, page_size)
         self.adapters = ResidentAdapters(max_running)
-        self.late_tokens = LateTokens(self._tables, max_running) if pipe.shard.is_first else None
+        self.late_tokens = LateTokens(max_running, self._tables.store_tokens) if pipe.shard.is_first else None
 
     def load_weights(self, decoder: Decoder) -> None:
         self.decoder = arranged_like(self.decoder, decoder)

@@ -9,6 +9,7 @@ from paceline.engine.cuda.inputs import PackedBatch, UploadSpan
 from paceline.engine.cuda.streams import Streams
 from paceline.kernels.layouts import DRAFT_WORDS, LOGPROB_WORDS
 
+SENT_AT_ONCE = 2  # passes of a stage of a pipeline whose hidden states are sent while the next is computed
 _INITIAL_WORDS = 1 << 18  # of an upload buffer; it grows when a pass needs more
 
 

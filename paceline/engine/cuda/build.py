@@ -10,6 +10,7 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.cuda.attention import AttentionChoices, max_units
+from paceline.engine.cuda.buffers import SENT_AT_ONCE
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
@@ -129,7 +130,7 @@ def _workspace_bytes(
     attention: AttentionChoices,
 ) -> int:
     """Device memory besides weights, activations and the KV cache: partial results, token and page tables, queries,
-    adjustments, masks and swap buffers."""
+    adjustments, masks, and buffers for swapped pages and for hidden states that are sent."""
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
     with_drafts = draft_sizes(buckets(rows), model.max_rows, scheduler.draft_tokens)
     partials = max_units(buckets(rows), context + 1, attention.chunks, with_drafts) * (
@@ -143,4 +144,6 @@ def _workspace_bytes(
     copies = scheduler.num_host_pages or config.role == "prefill"
     buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if copies else 0
     queries = scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
+    if not model.shard.is_last:
+        buffers += SENT_AT_ONCE * scheduler.max_batch_tokens * spec.hidden_size * model.dtype.itemsize
     return buffers + queries + 4 * (partials + tables + adjustments + masks)

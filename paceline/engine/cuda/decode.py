@@ -13,7 +13,6 @@ from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.sampling import CudaSampling
 from paceline.kernels.decode_attention import NewTokens
 from paceline.kernels.drafts import DraftBuffers, accept_drafts, propose_drafts
-from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.slot_state import SlotState
 
@@ -30,6 +29,10 @@ class DecodeForward:
 
     def logits(self, rows: int, key: GraphKey = GraphKey(), step: Tensor | None = None) -> Tensor:  # noqa: B008
         """The logits after the next token of each row. step: is incremented."""
+        return self._model.logits(self.next_states(rows, key, step))
+
+    def next_states(self, rows: int, key: GraphKey, step: Tensor | None = None) -> Tensor:
+        """The hidden states of the next token of each row. step: is incremented."""
         model, state = self._model, self._state
         fused = not key.lora
         pdl = fused and not key.shared_block_m and model.uses_pdl(rows)
@@ -38,20 +41,9 @@ class DecodeForward:
             rows, state.num_rows, key.shared_block_m, key.short_contexts, step, defer_norm=defer_norm
         )
         slots, positions = self._slots[:rows], self._positions[:rows]
-        gather_tokens(
-            state,
-            model.embedding,
-            model.input(rows),
-            slots,
-            positions,
-            squares=model.squares(rows),
-            first_id=model.first_id,
-            scale=model.spec.embedding_scale,
-        )
-        model.sum_input(rows)
+        model.embed(state, slots, positions, squares=model.squares(rows))
         live = LiveRows(state.num_rows, by_row=False)
-        hidden = model.forward(rows, attend, fused=fused, defer_norm=defer_norm, pdl=pdl, live=live, lora=key.lora)
-        return model.logits(hidden)
+        return model.forward(rows, attend, fused=fused, defer_norm=defer_norm, pdl=pdl, live=live, lora=key.lora)
 
     def states(
         self, rows: int, new_tokens: NewTokens, token_rows: Tensor, step: Tensor | None = None, *, lora: bool = False
@@ -61,19 +53,8 @@ class DecodeForward:
         model, state, num_tokens = self._model, self._state, len(token_rows)
         squares = model.squares(num_tokens)  # what fused GEMMs need
         attend = self._attention.decode(rows, state.num_rows, 0, step=step, defer_norm=False, new_tokens=new_tokens)
-        gather_tokens(
-            state,
-            model.embedding,
-            model.input(num_tokens),
-            self._slots[:num_tokens],
-            self._positions[:num_tokens],
-            token_rows,
-            new_tokens.query_starts,
-            squares=squares,
-            first_id=model.first_id,
-            scale=model.spec.embedding_scale,
-        )
-        model.sum_input(num_tokens)
+        slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
+        model.embed(state, slots, positions, token_rows, new_tokens.query_starts, squares)
         fused = squares is not None and not lora
         pdl = fused and model.uses_pdl(num_tokens)
         live = LiveRows(token_rows, by_row=True)
@@ -100,7 +81,10 @@ class DecodeRunner:
         self.coin = 0  # benchmarks: the probability that a draft is accepted, times 256; 0: if it is right
 
     def run(self, rows: int, key: GraphKey) -> None:
-        """A pass of so many rows, or the stage of it that the key names."""
+        """A pass of so many rows, or the stage of it that the key names. Only the last stage of a pipeline samples."""
+        if not self._model.shard.is_last:
+            self._forward.next_states(rows, key, self._sampling.step)
+            return
         drafts = self._drafts if key.drafts else None
         num_tokens = rows * (1 + key.drafts)
         slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]

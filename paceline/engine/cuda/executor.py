@@ -58,14 +58,13 @@ from paceline.kernels.layouts import DraftWord
 from paceline.kernels.pool_states import pool_states
 from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
-from paceline.model.layout import WHOLE_MODEL
 from paceline.model.lora import LoraFile, LoraWeights, arrange_adapter
 from paceline.model.spec import ModelError
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan, Swap
 from paceline.shared_pages import SharedPages
 
-_DEPTH = 4  # passes that have buffers; at most two are in flight
+_DEPTH = 4  # passes that have buffers; at most two are in flight, of a pipeline one more than it has stages
 _RANK_CAPTURES = 16  # as many on every rank of tensor parallelism
 _COPY_POLL_S = 0.0005
 _CAPTURE_SECONDS = 0.15  # for capturing graphs at start, 5 to 10 ms each; the others are captured in idle time
@@ -225,7 +224,8 @@ class CudaExecutor(Executor):
         if model.lora is not None:
             self.capabilities = replace(self.capabilities, lora=True)
         self.stats = ExecutorStats()
-        self._streams = streams
+        self.streams = streams
+        self._depth = depth = max(_DEPTH, model.shard.num_stages + 2)
         # In the interpreter, which runs one program after the other, idle programs cost as much as others.
         self._diff_programs, self._run_programs = (2, 2) if device.type == "cpu" else (64, 128)
         # One more than a row can have, since the last sampled token is stored and never fed.
@@ -252,11 +252,11 @@ class CudaExecutor(Executor):
         if num_host_pages or role == "prefill":
             self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages, share_host=role == "decode")
         self.sampling = CudaSampling(
-            streams, self.state, model.max_rows, spec.vocab_size, _DEPTH, has_drafts=max_drafts > 0
+            streams, self.state, model.max_rows, spec.vocab_size, depth, has_drafts=max_drafts > 0
         )
         self.drafts = None
         if max_drafts:
-            self.drafts = DraftBuffers.empty(max_running, model.max_rows, _DEPTH, max_length, max_running, device)
+            self.drafts = DraftBuffers.empty(max_running, model.max_rows, depth, max_length, max_running, device)
         self._slots, self._positions = (
             torch.zeros(model.max_tokens, dtype=torch.int32, device=device) for _ in range(2)
         )
@@ -313,13 +313,12 @@ class CudaExecutor(Executor):
             self.attention.split_rule,
             sizes,
             has_drafts=max_drafts > 0,
+            samples=model.shard.is_last,
         )
         self._num_steps = 0  # the value of the device's step counter once everything launched has run
 
-        self._ring = [
-            PassBuffers(streams, max_running, model.max_rows, spec.hidden_size, device) for _ in range(_DEPTH)
-        ]
-        self._pending: list[CudaPending | None] = [None] * _DEPTH  # by index of the ring
+        self._ring = [PassBuffers(streams, max_running, model.max_rows, spec.hidden_size, device) for _ in range(depth)]
+        self._pending: list[CudaPending | None] = [None] * depth  # by index of the ring
         self._count = 0  # of launched passes
         self._prepared: tuple[Plan, PassBuffers, PackedBatch] | None = None  # for the next launch
         self._last_end: CudaEvent | None = None
@@ -339,23 +338,24 @@ class CudaExecutor(Executor):
     def load_libraries(self) -> None:
         """Loads the kernels of libraries, which they do at first use and which may take a second on a new machine.
         Needs no kernel of ours, so those may be compiled meanwhile."""
-        with self._streams.use(self._streams.engine):
+        with self.streams.use(self.streams.engine):
             prefill_sizes = [bucket.tokens for bucket in self.prefill.buckets]
             self.model.load_gemm_kernels(self.graphs.sizes, prefill_sizes, output_sizes(self.model.max_rows))
             if self.draft_model is not None:
                 self.draft_model.load_libraries(self.graphs.sizes, prefill_sizes)
-            self.sampling.load_kernels(self.model)
+            if self.model.shard.is_last:
+                self.sampling.load_kernels(self.model)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Finds the scales of an FP8 cache, and captures the graphs that are most likely to be used, as many as the
         time allows."""
-        with self._streams.use(self._streams.engine):
+        with self.streams.use(self.streams.engine):
             for model, attention in self._models():
                 if attention.scales is not None:
                     attention.scales.copy_(calibrate(model))
         deadline = time.perf_counter() + _CAPTURE_SECONDS
-        with self._streams.use(self._streams.engine), no_garbage_collection():
+        with self.streams.use(self.streams.engine), no_garbage_collection():
             if self.swap is not None:
                 self.swap.warm_up()
             for count, graph in enumerate(self._likely_graphs(), 1):
@@ -377,6 +377,8 @@ class CudaExecutor(Executor):
         if self.attention.shared_units is not None:
             for key in (GraphKey(shared_block_m=block) for block in BLOCK_SIZES):
                 yield from dict.fromkeys((self.graphs.bucket(size, key), key) for size in sizes)
+        if not self.model.shard.is_last:
+            return  # the keys that follow differ in how they sample
         yield from ((size, GraphKey(drafts=drafts)) for size, drafts in self.draft_sizes)
         yield from ((size, key._replace(filters=True)) for size, key in plain)
         yield from ((size, key._replace(logprobs=True)) for size, key in plain)
@@ -395,16 +397,16 @@ class CudaExecutor(Executor):
         return "" if self.attention.scales is None else scales_digest(self.attention.scales)
 
     def read_weights(self, source: WeightSource) -> Decoder:
-        return source.read(self.model.group)
+        return source.read(self.model.group, self.model.stages)
 
     @torch.inference_mode()
     def load_weights(self, decoder: Decoder) -> None:
-        self._streams.synchronize()
+        self.streams.synchronize()
         self.model.load(decoder)
         if self.attention.scales is not None:  # all KV is dropped with the old weights
-            with self._streams.use(self._streams.engine):
+            with self.streams.use(self.streams.engine):
                 self.attention.scales.copy_(calibrate(self.model))
-        self._streams.synchronize()
+        self.streams.synchronize()
 
     def arrange_adapter(self, file: LoraFile) -> LoraWeights:
         model = self.model
@@ -414,8 +416,7 @@ class CudaExecutor(Executor):
                 f"{file.folder} has rank {file.max_rank}, and memory was allocated for ranks up to "
                 f"{model.lora.sizes.rank}: raise max_lora_rank."
             )
-        shard = WHOLE_MODEL if model.group is None else model.group.shard
-        return model.lora.pack(arrange_adapter(file, model.whole_spec, model.dtype, shard))
+        return model.lora.pack(arrange_adapter(file, model.whole_spec, model.dtype, model.shard))
 
     def add_adapter(self, adapter: str, file: LoraFile, weights: LoraWeights) -> None:
         assert self.model.lora is not None, "the model has memory for adapters"
@@ -433,12 +434,17 @@ class CudaExecutor(Executor):
     @torch.inference_mode()
     def run_background_work(self) -> bool:
         """Captures one CUDA graph that is likely to be used; returns whether one was missing."""
-        with self._streams.use(self._streams.engine):
+        with self.streams.use(self.streams.engine):
             return self.graphs.capture_next(self._likely_graphs())
 
     def reset_stats(self) -> None:
         self.stats = ExecutorStats()
         self._last_end = None
+
+    def store_tokens(self, slots: Column, positions: Column, tokens: Column) -> None:
+        """Tokens that another stage of a pipeline has sampled. The next pass that is launched, and those behind it,
+        find them."""
+        self._packer.add_tokens(slots, positions, tokens)
 
     def launch(self, plan: Plan) -> CudaPending:
         """Starts a pass and returns at once. Passes run in launch order."""
@@ -459,7 +465,7 @@ class CudaExecutor(Executor):
     def _send(self, plan: Plan) -> tuple[PassBuffers, PackedBatch]:
         """Packs a plan and uploads it into the buffers of the next launch. Earlier passes may still be running, or wait
         for their masks: they have other buffers."""
-        index = self._count % _DEPTH
+        index = self._count % self._depth
         pending, buffers = self._pending[index], self._ring[index]
         if pending is not None:
             pending.wait()  # has ended long ago; unread only if the caller launches without waiting
@@ -470,11 +476,11 @@ class CudaExecutor(Executor):
     @torch.inference_mode()
     def _start(self, plan: Plan, *, delayed: bool) -> CudaPending:
         spent, previous = self.watch.begin(), self._last_end
-        streams, stats = self._streams, self.stats
+        streams, stats = self.streams, self.stats
         prepared, buffers, packed = self._prepared or (plan, *self._send(plan))
         assert prepared.step == plan.step, "another plan was prepared than is launched"
         self._prepared = None
-        ring_index = self._count % _DEPTH
+        ring_index = self._count % self._depth
         self._count += 1
         logits = index = after = None
         num_drafts = 0
@@ -506,7 +512,7 @@ class CudaExecutor(Executor):
                         self._replay(bucket, key._replace(stage=GraphStage.DRAFTS, filters=sampled, lora=False))
                         buffers.proposed.record(streams.engine)
                     key = key._replace(stage=GraphStage.LOGITS)
-                else:
+                elif self.model.shard.is_last:  # otherwise it ends with the hidden states
                     key = key._replace(filters=filters, adjusts=adjusts, logprobs=logprobs)
                 by_graph = self._replay(bucket, key)
             else:
@@ -539,10 +545,10 @@ class CudaExecutor(Executor):
     def _copy_drafts(self, buffers: PassBuffers, count: int) -> None:
         """Copies the drafts of a pass to the host while its logits are computed."""
         assert self.drafts is not None, "a pass has drafts"
-        with self._streams.use(self._streams.results):
-            buffers.proposed.wait(self._streams.results)
+        with self.streams.use(self.streams.results):
+            buffers.proposed.wait(self.streams.results)
             buffers.drafts[:count].copy_(self.drafts.proposed[:count], non_blocking=True)
-            buffers.drafts_copied.record(self._streams.results)
+            buffers.drafts_copied.record(self.streams.results)
 
     def _num_drafts(self, plan: Plan) -> int:
         """How many drafts the rows of a decode batch may have. None if it has other rows, or too many."""
@@ -564,14 +570,15 @@ class CudaExecutor(Executor):
         self, plan: Plan, buffers: PassBuffers, packed: PackedBatch, index: Tensor
     ) -> tuple[bool, Tensor | None, list[PromptLogprobs]]:
         """Runs a prefill or mixed batch. Returns whether it ran as a graph, the logits of the sampling rows, and the
-        logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`. index: the
-        tokens of the sampling rows, padded."""
+        logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`. Stages of a
+        pipeline before the last have none of it. index: the tokens of the sampling rows, padded."""
         model, num_pooled = self.model, len(packed.pooled_rows)
-        requests = self._packer.logprobs.of_prompts(plan)
+        requests = self._packer.logprobs.of_prompts(plan) if model.shard.is_last else []
         all_states = bool(requests) or num_pooled > 0
+        is_needed = packed.num_sampled or all_states or not model.shard.is_last  # more than the KV
         by_graph = False
         self._apply(buffers, packed)
-        if packed.bucket is not None and (packed.num_sampled or all_states):
+        if packed.bucket is not None and is_needed:
             self.prefill.load_inputs(packed, buffers.span)
             key = GraphKey(
                 shared_block_m=packed.shared_block_m,
@@ -581,7 +588,7 @@ class CudaExecutor(Executor):
             )
             by_graph = self._replay(self.graphs.sizes[-1], key)
             if not all_states:
-                return by_graph, model.last_logits(packed.num_sampled), []
+                return by_graph, model.last_logits(packed.num_sampled) if model.shard.is_last else None, []
             hidden = model.last_states(packed.num_tokens)
         else:
             rows = 0
@@ -610,11 +617,11 @@ class CudaExecutor(Executor):
     ) -> None:
         """Ends a pass: samples, unless its graph has done so, and copies the results to the host. after: the stage of a
         decode batch that follows its logits."""
-        streams, sampling = self._streams, self.sampling
+        streams, sampling = self.streams, self.sampling
         if masks is not None:
             sampling.masks.send(masks)
         self._num_steps += bool(packed.num_sampled)
-        at, count = self._num_steps % _DEPTH, packed.num_sampled
+        at, count = self._num_steps % self._depth, packed.num_sampled
         with streams.use(streams.engine):
             if after is not None:
                 sampling.masks.arrived.wait(streams.engine)
@@ -651,7 +658,7 @@ class CudaExecutor(Executor):
         self.graphs.capture_missed()  # now: the device has this pass to do meanwhile
 
     def mask_buffer(self, pending: CudaPending, num_masks: int, num_words: int) -> Bits:
-        previous, last = (self._pending[(self._count - back) % _DEPTH] for back in (2, 1))
+        previous, last = (self._pending[(self._count - back) % self._depth] for back in (2, 1))
         assert pending is last, "masks can only be given to the pass that was launched last"
         assert previous is None or previous.is_over, "the previous pass may still read its masks"
         return self.sampling.masks.host_bits(num_masks, num_words)
@@ -668,7 +675,7 @@ class CudaExecutor(Executor):
     def check(self) -> None:
         last = self._last_end
         if last is not None:
-            with self._streams.use(self._streams.engine):  # on another thread, another GPU may be the current one
+            with self.streams.use(self.streams.engine):  # on another thread, another GPU may be the current one
                 last.query()  # raises if the device has failed
 
     @property
@@ -676,7 +683,7 @@ class CudaExecutor(Executor):
     def expert_rows(self) -> Sequence[Sequence[int]]:
         if self.model.experts is None:
             return ()
-        with self._streams.use(self._streams.copy):  # the one that waits for no pass
+        with self.streams.use(self.streams.copy):  # the one that waits for no pass
             found: list[list[int]] = self.model.experts.loads.tolist()
             return found
 
@@ -699,11 +706,11 @@ class CudaExecutor(Executor):
     @torch.inference_mode()
     def export_pages(self, pages: Column, target: SharedPages, targets: Column) -> _CopyEnd:
         assert self.swap is not None, "pages are exported by an engine of role prefill"
-        with self._streams.use(self._streams.engine):
+        with self.streams.use(self.streams.engine):
             return _CopyEnd(self.swap.export(pages, target, targets), self.guard)
 
     def after_launched(self) -> _CopyEnd:
-        streams = self._streams
+        streams = self.streams
         ends = [streams.event() for _ in range(3)]
         for event, stream in zip(ends, (streams.engine, streams.spill, streams.fetch), strict=True):
             event.record(stream)
@@ -715,10 +722,10 @@ class CudaExecutor(Executor):
         self.watch.close()
         if self._last_end is not None:
             self.wait_event(self._last_end)
-        self._streams.synchronize()
+        self.streams.synchronize()
         for attention in [self.attention, *([] if self.draft_model is None else [self.draft_model.attention])]:
             attention.kv.untyped_storage().resize_(0)
-        self._streams.free_memory()
+        self.streams.free_memory()
 
     def _swap_pages(self, swap: Swap, buffers: PassBuffers, packed: PackedBatch) -> None:
         assert self.swap is not None, "a plan moves pages to host memory, and the executor has none"
@@ -745,7 +752,7 @@ class CudaExecutor(Executor):
             hidden = self.prefill.run_bucket(
                 rows, key.shared_block_m, key.prefill, all_states=key.all_states, lora=key.lora
             )
-            if not key.all_states:
+            if not key.all_states and self.model.shard.is_last:
                 self.model.logits(hidden)
         else:
             self.decode.run(rows, key)

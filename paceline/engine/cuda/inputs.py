@@ -2,7 +2,8 @@
 
 The device keeps its own state by slot. The host keeps only what it needs to avoid sending things again: the position of
 each slot's counter on the device, and the rows the device has. Sampling advances the counter of its row, so a row that
-keeps decoding appears in no upload.
+keeps decoding appears in no upload. Stages of a pipeline before the last sample nothing: they get the positions of all
+rows, and the first one the tokens that the last one has sampled.
 
 For a prefill or mixed batch the upload contains everything: tokens, work units, which rows sample. Small batches are
 padded to one of a few sizes (`PrefillBucket`), so that one CUDA graph serves many of them.
@@ -156,8 +157,11 @@ class PlanPacker:
         prefill_sizes: Sequence[int] = (),
         *,
         has_drafts: bool = False,
+        samples: bool = True,
     ) -> None:
-        self._has_drafts = has_drafts
+        """samples: the device samples, and advances the rows that do."""
+        self._has_drafts, self._samples = has_drafts, samples
+        self._token_runs: list[Run] = []  # tokens that were sampled elsewhere, for the next upload
         self._has_source = np.zeros(max_running, np.bool_)  # slots whose draft source on the device is not empty
         self._prefill_sizes = prefill_sizes
         self._share_rule = share_rule
@@ -175,6 +179,10 @@ class PlanPacker:
         self._adjusted = np.zeros(max_running, np.bool_)  # slots whose lists on the device are not empty
         self._adapted = np.zeros(max_running, np.bool_)  # slots whose request uses a LoRA adapter
         self.logprobs = LogprobTable(max_running, vocab_size)
+
+    def add_tokens(self, slots: Column, positions: Column, tokens: Column) -> None:
+        """The next upload writes these tokens into the token pool."""
+        self._token_runs += zip(slots.tolist(), positions.tolist(), tokens[:, None], strict=True)
 
     def pack(self, plan: Plan) -> PackedBatch:
         slots, samples, lengths = plan.slots, plan.samples, plan.lengths
@@ -218,7 +226,7 @@ class PlanPacker:
         parts = (diff, *columns, adjust, self._sources(plan), *swapped, pool_ranges)
         (_, *spans), num_words = lay_out(map(len, parts))
         # Sampling advances its row on the device; other rows stay where the diff has set them.
-        self._computed[slots] = plan.starts + np.where(samples, lengths, 0)
+        self._computed[slots] = plan.starts + np.where(samples & self._samples, lengths, 0)
         if plan.drafts is not None:
             self._computed[slots[: plan.num_decodes]] = _UNKNOWN
         filtered = bool(self._filtered[slots].any())
@@ -233,14 +241,14 @@ class PlanPacker:
             filtered,
             bool(self._adjusted[slots].any()),
             bool(self._adapted[slots].any()),
-            self.logprobs.of_output(plan),
+            self.logprobs.of_output(plan) if self._samples else None,
             self._shared_block_m,
             unshared_tokens,
             saved_tokens,
             num_decodes,
             len(slots),
             num_tokens,
-            num_sampled,
+            num_sampled if self._samples else 0,
             num_splits,
             bucket,
             pooled_rows,
@@ -259,7 +267,7 @@ class PlanPacker:
     def _pooling(self, plan: Plan, query_starts: Column) -> tuple[Column, Column]:
         """The rows whose prompt is embedded, and for each the first and the end of the tokens to sum: all of its chunk,
         or the last one."""
-        rows = np.flatnonzero(self._pooled[plan.slots]).astype(np.int32)
+        rows = np.flatnonzero(self._pooled[plan.slots] & self._samples).astype(np.int32)
         ends = query_starts[1:][rows]
         firsts = np.where(self._pools_last[plan.slots[rows]], ends - 1, query_starts[rows])
         return rows, np.stack([firsts, ends], axis=1).reshape(-1)
@@ -289,6 +297,7 @@ class PlanPacker:
         stale = self._computed[plan.slots] != plan.starts
         if plan.drafts is not None:
             stale[: plan.num_decodes] = False  # where a row is that decodes, only the device knows
+        late_runs, self._token_runs = self._token_runs, []
         rows = plan.slots
         if np.array_equal(rows, self._rows):
             rows = NO_WORDS
@@ -300,7 +309,7 @@ class PlanPacker:
             start_positions=plan.starts[stale],
             join_slots=np.array([join.slot for join in joins], np.int32),
             join_sampling=words,
-            token_runs=[(join.slot, 0, join.tokens) for join in joins],
+            token_runs=[*((join.slot, 0, join.tokens) for join in joins), *late_runs],
             row_slots=rows,
             shared=(self._shared or NOTHING_SHARED) if self._update_sharing(plan, num_decodes) else None,
         )

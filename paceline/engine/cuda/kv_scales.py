@@ -52,11 +52,15 @@ def calibration_ids(spec: ModelSpec, most: int) -> Tensor:
 
 @torch.inference_mode()
 def calibrate(model: CudaModel) -> Tensor:
-    """[layers, 2, K] float32. Overwrites the model's buffers: no pass may be in flight."""
+    """[layers, 2, K] float32. Overwrites the model's buffers: no pass may be in flight. All stages of a pipeline
+    call it."""
     spec, device = model.spec, model.device
     ids = calibration_ids(spec, min(model.max_tokens, len(model.layers[0].cos_sin))).to(device)
     count = len(ids)
-    _embed(model, ids)
+    if model.stages is None or model.shard.is_first:
+        _embed(model, ids)
+    else:
+        model.input(count).copy_(model.stages.receive(count, spec.hidden_size, model.dtype))
     defer_norm = model.defers_norm(count, fused=False)
     stream = model.input(count) if defer_norm else None
     zeros = torch.zeros(count, dtype=torch.int32, device=device)
@@ -86,7 +90,9 @@ def calibrate(model: CudaModel) -> Tensor:
         attended = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
         out.copy_(attended[0].transpose(0, 1).flatten(1))
 
-    model.forward(count, attend, fused=False, defer_norm=defer_norm)
+    hidden = model.forward(count, attend, fused=False, defer_norm=defer_norm)
+    if model.stages is not None and not model.shard.is_last:
+        model.stages.send(hidden.cpu())
     return scales_for(largest)
 
 

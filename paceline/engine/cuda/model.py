@@ -19,6 +19,9 @@ With tensor parallelism the model has one rank's weights. The outputs of `out` a
 the norm that follows adds them to the residual stream:
 
     a layer:  [+ x, norm] qkv -> attention -> out -> all-reduce -> [+ x, norm] gate,up -> silu -> down -> all-reduce
+
+With pipeline parallelism it has the layers of one stage. `received` has the hidden states of the stage before. Those
+after its last layer, which the next stage gets, are the residual stream, without a norm (stages.py).
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from paceline.engine.cuda.quantised import (
     quantised_tuning,
 )
 from paceline.kernels._triton import cdiv
+from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.int4_linear import Int4Matrix
 from paceline.kernels.linear import (
     LinearTuning,
@@ -60,6 +64,7 @@ from paceline.kernels.lora import AdapterMatrix
 from paceline.kernels.rms_norm import post_norm, rms_norm
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
+from paceline.kernels.slot_state import SlotState
 from paceline.kernels.soft_cap import soft_cap
 from paceline.model.decoder import Decoder, Experts, Mlp, full_qk_factors
 from paceline.model.rank_group import RankGroup, vocabulary_widths
@@ -253,13 +258,14 @@ class CudaModel:
         weight: object = decoder.layers[0].qkv
         self.is_quantised, self.is_int4 = not isinstance(weight, Tensor), isinstance(weight, Int4Matrix)
         self.group, self.whole_spec = decoder.group, decoder.whole_spec
+        self.stages, self.shard = decoder.stages, decoder.shard
         # The first token id whose embedding this rank has; None: it has all.
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
         self.max_tokens, self.max_rows = max_tokens, max_rows
         # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
         self._tuning = few_rows_tuning if spec.num_experts and tuning is decode_tuning else tuning
-        self._ones = torch.ones_like(decoder.norm)
+        self._ones = torch.ones(spec.hidden_size, dtype=self.dtype, device=self.device)
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
         identity_rope[:, : spec.head_dim // 2] = 1
         self.experts = None
@@ -294,7 +300,8 @@ class CudaModel:
         self._gate_up, self._act = empty(max_tokens, 2 * ffn_size), empty(max_tokens, ffn_size, inputs)
         self._selected = empty(max_rows, spec.hidden_size)
         self._selected_attended = empty(max_rows, spec.q_size, inputs)
-        self._logits = empty(max_rows, spec.vocab_size)
+        self._logits = empty(max_rows if self.shard.is_last else 0, spec.vocab_size)
+        self.received = empty(0 if self.shard.is_first else max_tokens, spec.hidden_size)
         if self.group is not None:
             self._widths = vocabulary_widths(self.group.shard.size, spec)
             self._own_logits = empty(max_rows, max(self._widths))  # all_gather needs the same shape on every rank
@@ -369,7 +376,7 @@ class CudaModel:
         addresses of ours."""
         self.embedding.copy_(decoder.embedding)
         self.norm.copy_(decoder.norm)
-        if not self.spec.tied:
+        if not (self.spec.tied and self.shard.is_first):  # then it is the embedding
             self.head.copy_(decoder.head)
         for layer, other in zip(self.layers, decoder.layers, strict=True):
             layer.qkv.load(other.qkv, other.qkv_bias, other.attention_norm)
@@ -398,9 +405,38 @@ class CudaModel:
 
     def squares(self, num_tokens: int) -> Tensor | None:
         """The buffer for the sums of squares of the embeddings, [T, 1]; None for many tokens and for models with norms
-        after blocks, which need none, and for ranks, which have only some of the embeddings."""
-        are_used = self.group is None and self.spec.norm_placement == "pre"
+        after blocks, which need none, and for ranks and stages, which have only some of the embeddings or none."""
+        are_used = self.group is None and self.spec.norm_placement == "pre" and self.shard.is_first
         return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) and are_used else None
+
+    def embed(
+        self,
+        state: SlotState,
+        slots: Tensor,
+        positions: Tensor,
+        token_rows: Tensor | None = None,
+        query_starts: Tensor | None = None,
+        squares: Tensor | None = None,
+    ) -> None:
+        """Writes the embeddings of a pass's tokens into `input`, or what was received; slots and positions [T] receive
+        those of the tokens. The other arguments are those of `gather_tokens`."""
+        num_tokens = len(slots)
+        gather_tokens(
+            state,
+            self.embedding if self.shard.is_first else None,
+            self.input(num_tokens),
+            slots,
+            positions,
+            token_rows,
+            query_starts,
+            squares=squares,
+            first_id=self.first_id,
+            scale=self.spec.embedding_scale,
+        )
+        if self.shard.is_first:
+            self.sum_input(num_tokens)
+        else:
+            self.input(num_tokens).copy_(self.received[:num_tokens])
 
     def sum_input(self, num_tokens: int) -> None:
         """Sums the embeddings in `input` over all ranks: each token's is on one of them."""
@@ -426,8 +462,9 @@ class CudaModel:
         live_outputs: LiveRows | None = None,
         lora: bool = False,
     ) -> Tensor:
-        """Hidden states [T, H] after the final norm, of the embeddings in `input`. defer_norm: `attend` applies the
-        RMSNorm factor to its qkv. lora: some tokens have adapters; without `fused`.
+        """Hidden states [T, H] after the final norm, of the embeddings in `input`; of a stage before the last, without
+        that norm and in `input`. defer_norm: `attend` applies the RMSNorm factor to its qkv. lora: some tokens have
+        adapters; without `fused`.
 
         output_tokens [N] int32: only the hidden states of these tokens. After its attention, the last layer computes
         nothing else. live: which tokens are no padding, if some are; experts do not compute the others. live_outputs:
@@ -536,7 +573,7 @@ class CudaModel:
             for weights, run in gemms:
                 if rows in sizes or self.fused_tuning(weights, rows) is None:
                     run()
-        for rows in sorted({*decode_sizes, *output_sizes}):
+        for rows in sorted({*decode_sizes, *output_sizes}) if self.shard.is_last else ():
             self.logits(self._normed[:rows])
         self._x.zero_()
 
@@ -558,7 +595,7 @@ class ForwardPass:
     """One forward pass over the model's buffers: launches the kernels of all layers.
 
     `x` is the residual stream. `square_columns`: how many columns of the squares buffer hold the sums of squares of its
-    rows; 0 after a cuBLAS GEMM, which writes none.
+    rows; 0 after a cuBLAS GEMM, which writes none, and for what another stage has sent.
     """
 
     def __init__(
@@ -577,7 +614,7 @@ class ForwardPass:
         self.x, self.normed = model._x[:num_tokens], model._normed[:num_tokens]
         self.qkv, self.attended = model._qkv[:num_tokens], model._attended[:num_tokens]
         self.gate_up, self.act = model._gate_up[:num_tokens], model._act[:num_tokens]
-        self.square_columns = 1
+        self.square_columns = 1 if model.shard.is_first else 0
         self.eps, self.gelu = model.spec.rms_eps, model.spec.activation == "gelu_tanh"
         self.partial: Tensor | None = None  # summed over ranks, and not yet added to x
         self.quantised: QuantisedPass | None = None
@@ -608,12 +645,21 @@ class ForwardPass:
             layer.mlp.run(self)
         if output_tokens is not None and self.lora is not None and len(output_tokens):
             # Only now: tokens are grouped by adapter in their old order.
-            if self.partial is not None:
-                self.x.add_(self.partial)
-                self.partial = None
+            self._add_partial()
             self._select(output_tokens, live_outputs)
+        if not model.shard.is_last:
+            self._add_partial()
+            return self.x
         self.norm(model.norm)
         return self.normed
+
+    def _add_partial(self) -> None:
+        """Adds to x what the next norm would add."""
+        if self.quantised is not None:
+            self.partial, self.quantised.partial = self.quantised.partial, None
+        if self.partial is not None:
+            self.x.add_(self.partial)
+            self.partial = None
 
     def fused_norm_linear(self, weights: LinearWeights, out: Tensor) -> bool:
         """out = linear(norm(x)), with the gate's activation, by one fused kernel. Returns False if there is none for

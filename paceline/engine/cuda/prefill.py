@@ -17,7 +17,6 @@ from torch import Tensor
 from paceline.engine.cuda.attention import CudaAttention, PrefillTiles
 from paceline.engine.cuda.inputs import PackedBatch, PrefillBucket, UploadSpan, lay_out, prefill_buckets
 from paceline.engine.cuda.model import CudaModel
-from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.layouts import EXTEND_UNIT_WORDS, SHARED_TILE_WORDS
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.slot_state import SlotState
@@ -134,20 +133,10 @@ class PrefillRunner:
         single_launch: bool,
         lora: bool = False,
     ) -> Tensor:
-        model, output_tokens = self._model, inputs.output_tokens
+        model = self._model
+        output_tokens = inputs.output_tokens if model.shard.is_last else None  # the next stage gets those of all
         slots, positions = self._slots[:num_tokens], self._positions[:num_tokens]
-        gather_tokens(
-            self._state,
-            model.embedding,
-            model.input(num_tokens),
-            slots,
-            positions,
-            inputs.token_rows[:num_tokens],
-            inputs.query_starts,
-            first_id=model.first_id,
-            scale=model.spec.embedding_scale,
-        )
-        model.sum_input(num_tokens)
+        model.embed(self._state, slots, positions, inputs.token_rows[:num_tokens], inputs.query_starts)
         defer_norm = not shared_block_m and model.defers_norm(num_tokens, fused=False)
         tiles = PrefillTiles(
             positions, slots, inputs.query_starts, inputs.prefill_range, inputs.units, inputs.merges, num_splits, shared

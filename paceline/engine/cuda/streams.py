@@ -52,6 +52,7 @@ class Streams(Protocol):
     shared: Any  # decode attention of shared units, concurrently with that of single rows
     spill: Any  # copies KV pages to host memory
     fetch: Any  # copies KV pages from host memory
+    send: Any  # sends hidden states to the next stage of a pipeline
 
     def follow(self, later: Any, earlier: Any) -> None:
         """Makes work launched on `later` from now on wait for everything launched on `earlier` so far."""
@@ -89,6 +90,7 @@ class CudaStreams:
         self.shared: Any = _cuda.Stream(device)
         self.spill: Any = _cuda.Stream(device)
         self.fetch: Any = _cuda.Stream(device)
+        self.send: Any = _cuda.Stream(device)
         self._pool: Any = None
 
     def follow(self, later: Any, earlier: Any) -> None:
@@ -164,6 +166,7 @@ class HostStreams:
     """All streams are one. A graph must end with its work on one stream, as CUDA demands: that is checked."""
 
     engine, copy, results, side, shared, spill, fetch = "engine", "copy", "results", "side", "shared", "spill", "fetch"
+    send = "send"
 
     def __init__(self) -> None:
         self._unjoined: set[str] = set()  # streams that the engine's stream does not wait for yet

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,9 +47,10 @@ def kernel_variants(
     specs: Sequence[ModelSpec], precision: Precision, scheduler: SchedulerConfig, shard: Shard = WHOLE_MODEL
 ) -> list[KernelVariant]:
     """What a model with these options, and its draft model if `specs` has a second, can launch on one GPU, in order.
-    shard: on the GPU of this rank."""
+    shard: on the GPU of this rank or stage."""
+    reduced = [_two_of_each_layer(spec) for spec in (specs[0].with_layers(shard.layers(specs[0])), *specs[1:])]
     with recorded_launches() as found, torch.inference_mode(), _without_gemms():
-        launch_all(_dry_executor([_two_of_each_layer(spec) for spec in specs], precision, scheduler, shard))
+        launch_all(_dry_executor(reduced, precision, scheduler, shard))
     return sorted(found, key=repr)
 
 
@@ -93,6 +95,7 @@ def _dry_executor(
     specs: Sequence[ModelSpec], precision: Precision, scheduler: SchedulerConfig, shard: Shard
 ) -> CudaExecutor:
     group = DryGroup(shard) if shard.size > 1 else None
+    stage, shard = shard, replace(shard, stage=0, num_stages=1)  # the specs have only its layers
 
     def decoder(spec: ModelSpec, shard: Shard, group: DryGroup | None) -> Decoder:
         shapes = target_shapes(spec, shard).items()
@@ -111,6 +114,7 @@ def _dry_executor(
     for one, columns in zip(decoders, precision.scale_groups, strict=False):  # none are given: as if rounded at load
         quantise_decoder(one, precision.quantization, columns)
     model, draft = decoders[0], decoders[1] if len(specs) > 1 else None
+    model.shard = stage
     return build_cuda(model, config, scheduler, None, draft=draft)[0]
 
 
@@ -128,7 +132,7 @@ def launch_all(executor: CudaExecutor) -> None:
         key = GraphKey(drafts=drafts, adjusts=True, filters=True, logprobs=True)
         for stage in (GraphStage.ALL, GraphStage.TOKENS):  # the others are parts of the first
             executor.run_pass(rows, key._replace(stage=stage))
-    for rows in range(1, executor.model.max_rows + 1):
+    for rows in range(1, executor.model.max_rows + 1 if executor.model.shard.is_last else 1):
         _sample(executor, rows)
     _prefill(executor, blocks)
     for model in (executor.model, None if executor.draft_model is None else executor.draft_model.model):
