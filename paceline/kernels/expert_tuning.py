@@ -21,7 +21,7 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class ExpertTuning:
-    block_m: int
+    block_m: int  # 1: one row, without tl.dot
     gate_up: ExpertTile
     down: ExpertTile
     split: int = 1  # programs that share the experts of a tile of `down`, with up to LISTED_ROWS rows
@@ -34,6 +34,8 @@ def expert_tuning(rows: int, num_chosen: int, num_experts: int) -> ExpertTuning:
     """The fastest tiles on an H200 for Qwen3-30B-A3B. Blocks have room for about twice the mean number of rows of an
     expert: most experts then need one block, which reads their weights once."""
     mean = rows * num_chosen / num_experts
+    if rows == 1:  # no faster than tl.dot alone, but programs are small, so that those of the next kernel start early
+        return ExpertTuning(1, ExpertTile(2, 2048, 4, 1), ExpertTile(8, 1024, 8, 1), split=2)
     if rows <= LISTED_ROWS:
         gate_up = ExpertTile(32, 128, 4, 4) if rows <= 2 else ExpertTile(32, 256, 4, 3)
         return ExpertTuning(LISTED_ROWS, gate_up, ExpertTile(32, 128, 4, 10), split=4)

@@ -205,7 +205,12 @@ def load_tile(pointers, inside, rest, WIDTH: tl.constexpr, MASK_ROWS: tl.constex
 @triton.jit
 def add_product(acc, a, w, scales, inside, SCALED: tl.constexpr):
     """acc [M, N] + a [M, K] @ w [N, K]ᵀ. SCALED: times the scale of each row of w, at `scales` [N]."""
-    if SCALED:
+    if acc.shape[0] == 1:  # tl.dot computes 16 rows at least
+        product = tl.sum(a.to(tl.float32) * w.to(tl.float32), axis=1)
+        if SCALED:
+            product = product * tl.load(scales, mask=inside, other=0.0)
+        acc += product[None, :]
+    elif SCALED:
         scale = tl.load(scales, mask=inside, other=0.0)
         acc += tl.dot(a, tl.trans(w.to(a.dtype))) * scale[None, :]
     else:

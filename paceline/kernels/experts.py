@@ -422,11 +422,12 @@ class ExpertWorkspace:
             act=like.new_zeros(max(pairs, listed), ffn, dtype=operands),
             parts=like.new_zeros(pairs if rows > LISTED_ROWS else 1, hidden),
             partials=like.new_zeros(_MAX_SPLIT * LISTED_ROWS * hidden, dtype=torch.float32),
-            arrived=like.new_zeros(cdiv(hidden, 16), dtype=torch.int32),
+            arrived=like.new_zeros(cdiv(hidden, _MIN_BLOCK_N), dtype=torch.int32),
         )
 
 
 _MAX_SPLIT = 8
+_MIN_BLOCK_N = 4
 
 
 def add_gate_up(
