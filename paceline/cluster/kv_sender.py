@@ -232,6 +232,8 @@ class PrefillServer:
             return
         link = _Link(self, name, memory)
         with self._lock:
+            # A link whose connection is ending stays: `close` waits for its thread.
+            self._links = {one for one in self._links if one.connection.is_alive}
             self._links.add(link)
             link.connection = KvConnection(peer, link, f"paceline-kv-{name}")
         log.info("%s is connected by %s", name, "shared memory" if link.shared else "NIXL" if link.remote else "TCP")
@@ -239,7 +241,6 @@ class PrefillServer:
     def disconnected(self, link: _Link) -> None:
         """Its copies have ended."""
         with self._lock:
-            self._links.discard(link)
             ended = list(link.transfers.values())
             self._queued = deque(one for one in self._queued if one.link is not link)
         for one in ended:

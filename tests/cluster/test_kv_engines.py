@@ -318,10 +318,23 @@ def kv_threads() -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
-def test_no_thread_of_a_connection_outlives_its_engine(tmp_path: Path, transport: str) -> None:
+def test_no_thread_of_a_connection_outlives_its_engine(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor one that has noticed the end of its connection and still cleans up."""
     with Pair(tmp_path, transport) as pair:
+        disconnected, has_begun = pair.server.disconnected, threading.Event()
+
+        def slow(link: Any) -> None:
+            has_begun.set()
+            disconnected(link)
+            time.sleep(0.3)
+
+        monkeypatch.setattr(pair.server, "disconnected", slow)
         pair.submit(PROMPTS[0]).result()
         assert kv_threads()
+        pair.remote.close()
+        assert has_begun.wait(30)
     assert not kv_threads()
 
 
