@@ -138,6 +138,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.cluster
 def test_cold_compares_first_and_later_uses_in_a_new_process_that_needs_no_package_of_command_line_and_server(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -355,6 +355,7 @@ def test_a_disconnect_in_any_phase_leaves_nothing_behind(strict: ServerProcess) 
     assert_nothing_is_left(strict)
 
 
+@pytest.mark.cluster
 def test_a_flood_of_two_thousand_connections_is_served() -> None:
     async def main() -> int:
         async def one(number: int) -> bool:
