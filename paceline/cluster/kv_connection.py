@@ -300,11 +300,6 @@ class KvConnection:
         with contextlib.suppress(OSError):  # the peer may be gone already
             self._peer.shutdown(socket.SHUT_RDWR)
 
-    @property
-    def is_alive(self) -> bool:
-        """False once it has ended and the handler has been told."""
-        return self._reader.is_alive()
-
     def join(self) -> None:
         """Waits until a closed connection has ended and the handler has been told. Not on its own threads."""
         self._reader.join(JOIN_S)

@@ -145,6 +145,7 @@ class PrefillServer:
         self._memory = NixlMemory(self._staging) if nixl and self._staging is not None else None
         self._is_closed = False
         self._handshakes: dict[threading.Thread, socket.socket] = {}
+        self._ending: set[threading.Thread] = set()  # of connections that are no longer in `_links`
         # Metrics
         self.num_bytes = self.num_started = self.num_completed = 0
         self.failures: Counter[str] = Counter()  # by cause
@@ -183,6 +184,10 @@ class PrefillServer:
             link.connection.close("the prefill engine is closed")
         for link in links:
             link.connection.join()
+        with self._lock:
+            ending = list(self._ending)
+        for thread in ending:
+            thread.join(JOIN_S)
         if self._memory is not None:
             self._memory.close()
         if self._staging is not None:
@@ -232,8 +237,6 @@ class PrefillServer:
             return
         link = _Link(self, name, memory)
         with self._lock:
-            # A link whose connection is ending stays: `close` waits for its thread.
-            self._links = {one for one in self._links if one.connection.is_alive}
             self._links.add(link)
             link.connection = KvConnection(peer, link, f"paceline-kv-{name}")
         log.info("%s is connected by %s", name, "shared memory" if link.shared else "NIXL" if link.remote else "TCP")
@@ -241,6 +244,8 @@ class PrefillServer:
     def disconnected(self, link: _Link) -> None:
         """Its copies have ended."""
         with self._lock:
+            self._links.discard(link)
+            self._ending = {one for one in self._ending if one.is_alive()} | {threading.current_thread()}
             ended = list(link.transfers.values())
             self._queued = deque(one for one in self._queued if one.link is not link)
         for one in ended:
