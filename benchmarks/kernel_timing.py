@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from paceline.engine.cuda.compile_workers import compile_workers
+from paceline.engine.cuda.compile_workers import CompileWorkers
 from paceline.engine.cuda.packing import sampling_words
 from paceline.engine.cuda.precompile import _compile
 from paceline.kernels.binaries import KernelStore
@@ -94,7 +95,7 @@ def compile_variants(variants: set[KernelVariant], folder: Path) -> tuple[int, i
     those that need too much shared memory, for instance."""
     major, minor = torch.cuda.get_device_capability()
     arch, failed = 10 * major + minor, 0
-    with compile_workers(16, arch, str(folder / "triton")) as workers:
+    with closing(CompileWorkers(16)) as workers:
         for task in [workers.submit(_compile, variant, folder, arch) for variant in sorted(variants, key=repr)]:
             try:
                 task.result()

@@ -75,6 +75,7 @@ from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from paceline.engine.cuda.compile_workers import CompileWorkers
     from paceline.engine.cuda.executor import CudaExecutor
     from paceline.engine.cuda.precompile import KernelPreparation
     from paceline.engine.executor import Executor
@@ -111,11 +112,12 @@ def build_engine(
     detokenize: bool = True,
     role: str = "both",
     text: LoadedText | None = None,
+    workers: CompileWorkers | None = None,
     **options: Any,
 ) -> Engine:
     """Builds the engine for a model: a folder, a .gguf file, a hub id, or the default model if None. With
-    `load="random"`, weights are random (from `seed`) in a named shape. role: of prefill/decode disaggregation. text: if
-    it is loaded already (`start.py`)."""
+    `load="random"`, weights are random (from `seed`) in a named shape. role: of prefill/decode disaggregation. text,
+    workers: if they are loaded and started already (`start.py`)."""
     engine_options, scheduler_options = split_options(options, ("model", "load", "shape", "seed"))
     config = EngineConfig(**engine_options, role=role)
     if model is not None and (not isinstance(model, str | Path) or model == ""):
@@ -190,7 +192,7 @@ def build_engine(
         if device == "cuda":
             groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
             shard = shard_of(group or stages)
-            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard, groups)
+            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard, groups, workers)
         with _one_thread():
             if text is not None:
                 tokenizer = text.tokenizer
@@ -493,10 +495,12 @@ def _prepare_kernels(
     config: EngineConfig,
     shard: Shard = WHOLE_MODEL,
     groups: tuple[int, ...] = (),
+    workers: CompileWorkers | None = None,
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    return KernelPreparation(specs, Precision.of(config, dtype, groups), scheduler, config.kernel_folder, shard)
+    precision = Precision.of(config, dtype, groups)
+    return KernelPreparation(specs, precision, scheduler, config.kernel_folder, shard, workers)
 
 
 @contextmanager

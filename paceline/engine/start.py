@@ -3,7 +3,8 @@
 Importing torch loads gigabytes of shared libraries, and the first CUDA call creates the context. Both take a second or
 more, in foreign code that needs no GIL. On a GPU they run here on threads of their own, while this thread makes the
 tokenizer and llguidance's copy of it, which hold the GIL all the time. Without a GPU, or if torch is imported already,
-there is nothing to gain.
+there is nothing to gain. If no kernels are compiled yet, the processes that will compile them start at once too: they
+import torch beside this one.
 
 `ctypes.CDLL` holds the GIL, also while it waits for another thread that loads a library. So the threads call `dlopen`
 as a foreign function, and get the driver, which is loaded before they start.
@@ -16,13 +17,15 @@ import importlib.util
 import os
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig, split_options
+from paceline.engine.cuda.compile_workers import CompileWorkers
 from paceline.engine.loaded_text import load_text
+from paceline.model.fetch import kernel_cache
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
@@ -34,14 +37,22 @@ _INTERNAL = ("progress", "trace", "hooks", "detokenize", "role")
 
 def start_engine(model: str | Path | None = None, **options: Any) -> Engine:
     """`build_engine`, with the same arguments."""
-    text = None
-    if "torch" not in sys.modules and (driver := _load_driver(options)) is not None:
-        Thread(target=_load_torch_libraries, name="paceline-torch-libraries", daemon=True).start()
-        Thread(target=_create_context, args=(driver,), name="paceline-cuda-context", daemon=True).start()
-        text = load_text(model, options)
-    from paceline.engine.build import build_engine  # imports torch
+    driver = None if "torch" in sys.modules else _load_driver(options)
+    must_compile = driver is not None and not _has_kernels(options.get("kernel_folder"))
+    with closing(CompileWorkers()) if must_compile else nullcontext() as workers:
+        text = None
+        if driver is not None:
+            Thread(target=_load_torch_libraries, name="paceline-torch-libraries", daemon=True).start()
+            Thread(target=_create_context, args=(driver,), name="paceline-cuda-context", daemon=True).start()
+            text = load_text(model, options)
+        from paceline.engine.build import build_engine  # imports torch
 
-    return build_engine(model, text=text, **options)
+        return build_engine(model, text=text, workers=workers, **options)
+
+
+def _has_kernels(folder: str | None) -> bool:
+    """Whether kernels of some model are compiled, in the cache or in the folder of `kernel_folder`."""
+    return any(any(found.glob("*.list")) for found in (kernel_cache(), *([] if folder is None else [Path(folder)])))
 
 
 def _load_driver(options: Mapping[str, Any]) -> ctypes.CDLL | None:

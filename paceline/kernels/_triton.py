@@ -52,6 +52,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which k
 
 Key = tuple[Any, ...]
 _ADDRESS, _DTYPE = torch.Tensor.data_ptr, attrgetter("dtype")
+LAUNCH_PDL, PDL_ARCH = "launch_pdl", (9, 0)  # Triton's option of a launch with PDL, see `pdl_wait`; GPUs that have it
 _SUPPORTED_TRITON = "3.6."  # versions whose compiled launcher has the signature that `_TritonKernel` uses
 
 
@@ -130,7 +131,7 @@ class Kernel:
             self._signatures[types] = signature_of(args)
         signature = self._signatures[types]
         if signature is None or self._knobs.launch_enter_hook.calls or self._knobs.launch_exit_hook.calls:
-            self.function[grid](*args, **constants)
+            self.function[grid](*args, **_supported(constants))
             return
         device = current_device()
         key, pointers = signature.key(device, args, constants)
@@ -141,8 +142,9 @@ class Kernel:
                 signature.compiled[key] = kernel
         if kernel is None:
             began = time.perf_counter()
-            compiled, num_constants = self.function[grid](*args, **constants), len(self.function.params) - len(args)
+            compiled = self.function[grid](*args, **_supported(constants))
             Kernel.compile_s += time.perf_counter() - began
+            num_constants = len(self.function.params) - len(args)
             kernel = _triton_kernel(compiled, args[signature.num_tensors :], num_constants)
             if kernel is None:
                 self._signatures[types] = None
@@ -150,6 +152,13 @@ class Kernel:
                 signature.compiled[key] = kernel
             return
         kernel.launch(grid, current_stream(device), pointers)
+
+
+def _supported(constants: dict[str, Any]) -> dict[str, Any]:
+    """Those of a launch through Triton, which this GPU can do."""
+    if constants.get(LAUNCH_PDL) and torch.cuda.get_device_capability() < PDL_ARCH:
+        return {**constants, LAUNCH_PDL: False}
+    return constants
 
 
 def current_device() -> int:
@@ -197,10 +206,26 @@ def launched(function: Any) -> Any:
     return Kernel(function) if isinstance(function, triton.JITFunction) else function  # else: the interpreter
 
 
+@triton.jit
+def pdl_wait():
+    """In a kernel that was launched with programmatic dependent launch (PDL), so that it may start while the previous
+    one runs: waits until that has ended. In others it does nothing: one binary serves both."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(9):
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pdl_launch_dependents():
+    """Lets the next kernel start, if that one is launched with PDL."""
+    if not INTERPRETED and tl.target_info.cuda_capability_geq(9):
+        tl.extra.cuda.gdc_launch_dependents()
+
+
 # Arguments that follow from the number of layers or pages, or from the context. Kernels gain nothing by knowing that
 # one is a multiple of 16, and which variants are needed would be known only when the size of the KV cache is.
 UNSPECIALIZED = ["pool_stride", "table_stride", "words_stride", "max_length", "num_pages", "num_parts"]
 UNSPECIALIZED += ["first_id", "num_ids"]
+UNSPECIALIZED += ["num_steps", "has_index"]  # 0 or 1: one binary for both
 LOG2_E = 1.4426950408889634  # attention computes its softmax in base 2
 
 

@@ -34,7 +34,6 @@ class KernelBinary:
     symbol: str
     shared_bytes: int
     num_warps: int
-    launch_pdl: bool  # programmatic dependent launch
 
 
 class CannotPrecompile(Exception):
@@ -69,9 +68,7 @@ def compile_variant(variant: KernelVariant) -> KernelBinary:
     metadata = compiled.metadata
     if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
         raise CannotPrecompile(f"{variant.name} needs scratch memory or a cluster")
-    return KernelBinary(
-        compiled.asm["cubin"], metadata.name, metadata.shared, metadata.num_warps, bool(metadata.launch_pdl)
-    )
+    return KernelBinary(compiled.asm["cubin"], metadata.name, metadata.shared, metadata.num_warps)
 
 
 class _Pointer:
@@ -94,7 +91,7 @@ class KernelStore:
     """Binaries in a folder, and in others that are only read. Several processes may use them at once."""
 
     def __init__(self, folder: Path, arch: int, also: Sequence[Path] = ()) -> None:
-        self._folder, self._also = folder, also
+        self.arch, self._folder, self._also = arch, folder, also
         self._target = f"{source_digest()} {triton.__version__} {arch}"
 
     def missing(self, variants: Iterable[KernelVariant]) -> list[KernelVariant]:

@@ -30,7 +30,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from paceline.kernels._triton import UNSPECIALIZED, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import (
+    UNSPECIALIZED,
+    launched,
+    next_power_of_2,
+    pdl_launch_dependents,
+    pdl_wait,
+    tl,
+    triton,
+)
 from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.fp8 import to_operand, to_stored, unpack_pairs
 from paceline.kernels.heads import (
@@ -370,7 +378,7 @@ def _decode_attention_kernel(
         page = _pages(table, begin, end, P, BLOCK_N, PAGED, WINDOW)
         if PDL:
             # Everything up to here is known before the first layer of the pass.
-            tl.extra.cuda.gdc_wait()
+            pdl_wait()
         mine, other = load_pairs(qkv, (tile_rows * qkv_stride + head * D)[:, None], inside[:, None], D, PADDED)
         own_cos, own_sin = load_cos_sin(cos_sin + row_position * D, True, D, PADDED)
         cos, sin = own_cos, own_sin
@@ -485,7 +493,7 @@ def _decode_attention_kernel(
             page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
 
         if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+            pdl_launch_dependents()
         if PAIRS:
             acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, PADDED])
         total = tl.sum(totals, axis=1)
@@ -561,7 +569,7 @@ def _decode_attention_kernel(
                         )  # fmt: skip
     if PDL:
         # Programs without work wait too: the next launch relies on this one to have waited for the previous one.
-        tl.extra.cuda.gdc_wait()
+        pdl_wait()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ from itertools import pairwise
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.layouts import (
     ROW_WORDS,
     SHARED_ROW_WORDS,
@@ -61,6 +61,7 @@ _ROW_POSITION, _ROW_NUM_CHUNKS, _ROW_FIRST_PARTIAL, _ROW_SLOT = constants(RowWor
 _SHARED_ROW, _SHARED_FIRST_QUERY, _, _, _, _SHARED_INDEX = constants(SharedUnitWord)
 _SHARED_TOKENS, _SHARED_SEGMENTS = constants(SharedRowWord)
 _UNIT_WORDS, _ROW_WORDS = tl.constexpr(UNIT_WORDS), tl.constexpr(ROW_WORDS)
+_OWN_ROWS = 16  # of a program
 _SHARED_UNIT_WORDS, _SHARED_ROW_WORDS = tl.constexpr(SHARED_UNIT_WORDS), tl.constexpr(SHARED_ROW_WORDS)
 
 
@@ -155,7 +156,7 @@ def decode_units_reference(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _decode_units_kernel(
     row_slots,
     num_rows,
@@ -169,6 +170,7 @@ def _decode_units_kernel(
     rows,
     step,
     target_units,
+    num_steps,
     WINDOW: tl.constexpr,
     MIN_TOKENS: tl.constexpr,
     DOUBLINGS: tl.constexpr,
@@ -176,7 +178,6 @@ def _decode_units_kernel(
     OWN: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_U: tl.constexpr,
-    COUNT_STEP: tl.constexpr,
 ):
     num_live = tl.load(num_rows)
     shared_count = tl.load(num_shared)
@@ -237,8 +238,8 @@ def _decode_units_kernel(
     if tl.program_id(0) == 0:
         # What is written once per batch: the number of units, the rows, and the units that rows share.
         tl.store(num_units, num_whole + num_live)
-        if COUNT_STEP:
-            tl.store(step, tl.load(step) + 1)
+        if num_steps > 0:
+            tl.store(step, tl.load(step) + num_steps)
         count = tl.where(live, segments + whole + 1, 0)
         info = rows + tl.arange(0, BLOCK_R) * _ROW_WORDS
         tl.store(info + _ROW_POSITION, position, mask=live)
@@ -312,9 +313,8 @@ def decode_units(
     capacity = row_slots.shape[0]
     doublings = (chunks.max_tokens // chunks.min_tokens).bit_length() - 1
     assert chunks.min_tokens << doublings == chunks.max_tokens, f"chunk sizes must be powers of two apart: {chunks}"
-    padded = next_power_of_2(capacity)
-    own = min(padded, 16)
-    _decode_units_kernel[(cdiv(capacity, own),)](
+    padded = max(next_power_of_2(capacity), _OWN_ROWS)
+    _decode_units_kernel[(cdiv(capacity, _OWN_ROWS),)](
         row_slots,
         num_rows,
         num_computed,
@@ -327,13 +327,13 @@ def decode_units(
         buffers.rows,
         num_rows if step is None else step,
         chunks.target_units,
+        0 if step is None else 1,
         WINDOW=window,
         MIN_TOKENS=chunks.min_tokens,
         DOUBLINGS=doublings,
         BLOCK_R=padded,
-        OWN=own,
+        OWN=_OWN_ROWS,
         BLOCK_C=min(padded, 256),
         BLOCK_U=256,
-        COUNT_STEP=step is not None,
         num_warps=8,
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from paceline.kernels._triton import Kernel, Launchable
+from paceline.kernels._triton import LAUNCH_PDL, PDL_ARCH, Kernel, Launchable
 from paceline.kernels.binaries import KernelBinary, KernelStore
 from paceline.kernels.variants import KernelVariant, variant_of
 
@@ -51,6 +51,8 @@ def use_binaries(store: KernelStore, variants: Iterable[KernelVariant]) -> None:
     lacks are compiled by Triton when they are launched."""
     functions = {variant: DriverFunction(binary) for variant in variants if (binary := store.read(variant)) is not None}
 
+    has_pdl = divmod(store.arch, 10) >= PDL_ARCH
+
     def load(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Launchable | None:
         variant = variant_of(function, args, constants)
         if variant not in functions:
@@ -59,7 +61,7 @@ def use_binaries(store: KernelStore, variants: Iterable[KernelVariant]) -> None:
                 return None
             functions[variant] = DriverFunction(binary)
         numbers = tuple(arg for arg in args if isinstance(arg, int | float))
-        return DriverKernel(functions[variant], variant, numbers)
+        return DriverKernel(functions[variant], variant, numbers, pdl=has_pdl and constants.get(LAUNCH_PDL, False))
 
     Kernel.load = load
 
@@ -99,7 +101,9 @@ class DriverFunction:
 class DriverKernel:
     """A function and its numbers, which are fixed; each launch gives the addresses of its tensors."""
 
-    def __init__(self, function: DriverFunction, variant: KernelVariant, numbers: tuple[float, ...]) -> None:
+    def __init__(
+        self, function: DriverFunction, variant: KernelVariant, numbers: tuple[float, ...], *, pdl: bool
+    ) -> None:
         binary = function.binary
         self._function, self._handle, self._launch = function, function.handle, function.launch
         # Every argument has a cell of eight bytes; little endian, so that a narrower one is at its beginning.
@@ -112,7 +116,7 @@ class DriverKernel:
         self._attribute = _Attribute(_PDL)
         self._attribute.value[0] = 1
         self._config = _Config(block_x=32 * binary.num_warps, block_y=1, block_z=1, shared_bytes=binary.shared_bytes)
-        if binary.launch_pdl:
+        if pdl:
             self._config.attributes, self._config.num_attributes = ctypes.pointer(self._attribute), 1
         self._config_address = ctypes.byref(self._config)
 

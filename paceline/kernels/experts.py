@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.expert_tuning import ExpertTuning
 from paceline.kernels.expert_weights import (
     ExpertMatrices,
@@ -123,8 +123,8 @@ def _expert_gate_up_kernel(
     block = tl.program_id(1)
     k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     if LISTED:
         if block >= tl.load(active):
             return
@@ -222,8 +222,8 @@ def _expert_down_kernel(
     block = tl.program_id(1)
     k = tl.arange(0, 32 if FORMAT == 2 else BLOCK_K)
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     expert = tl.load(blocks + block)
     if expert < 0:
         return
@@ -283,8 +283,8 @@ def _sum_experts_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     total = tl.zeros([BLOCK], tl.float32)
     for at in tl.static_range(TOP_K):
         is_computed = inside & (tl.load(ids + row * TOP_K + at) < E)  # not of padding
@@ -341,8 +341,8 @@ def _listed_down_kernel(
     inputs = act + row[:, None] * K + k[None, :]
     columns = down + n.to(tl.int64)[:, None] * WIDTH + k[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     # The experts are one long GEMM, whose steps are divided evenly.
     per_expert: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     NUM_SCALES: tl.constexpr = N // SCALE_N

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import INTERPRETED, cdiv, launched, tl, triton
+from paceline.kernels._triton import INTERPRETED, cdiv, launched, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantised_linear import store_sums
 
@@ -223,8 +223,8 @@ def _int4_linear_kernel(
     weights = weight + row[:, None] * SPAN + place[None, :]
     inputs = x + (m.to(tl.int64) * x_stride)[:, None] + place[None, :]
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     acc = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     for chunk in tl.range(first, end, num_stages=STAGES):
         start = chunk * CHUNK

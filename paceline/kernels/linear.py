@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.silu_mul import gated as gated_activation
 from paceline.kernels.silu_mul import gated_reference
 
@@ -84,7 +84,6 @@ def _linear_kernel(
     WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     # Rows vary fastest: programs that read the same weights run at the same time and share them in the L2 cache.
     tile_m = tl.program_id(0)
@@ -103,14 +102,12 @@ def _linear_kernel(
     weights = weight + ((column + wide_n // BLOCK_N * N).to(tl.int64) * K)[:, None] + k[None, :]
     inputs = x + (m.to(tl.int64) * x_stride)[:, None] + k[None, :]
     if BLOCK_M == 1:
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+        pdl_launch_dependents()
         w = tl.load(weights, mask=(column < N)[:, None] & (k < K)[None, :], other=0.0)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-    elif PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+    else:
+        pdl_wait()
+        pdl_launch_dependents()
 
     if HAS_NORM:
         # Summed after the loop: a sum before it would delay the first loads of weights.
@@ -288,7 +285,6 @@ def linear(
         WIDTH=t.block_n * (2 if gated else 1),
         BLOCK_K=t.block_k,
         STAGES=t.num_stages,
-        PDL=pdl,
         num_warps=t.num_warps,
         launch_pdl=pdl,
     )

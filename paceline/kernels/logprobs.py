@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import UNSPECIALIZED, cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.layouts import LOGPROB_WORDS, SAMPLING_WORDS, LogprobWord, SamplingWord, constants
 from paceline.kernels.sampling import order_key
 from paceline.request import MAX_LOGPROBS
@@ -68,7 +68,7 @@ def _column_of(key):
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _top_kernel(
     logits,
     index,
@@ -86,7 +86,7 @@ def _top_kernel(
     max_rows,
     depth,
     vocab,
-    HAS_INDEX: tl.constexpr,
+    has_index,
     WORDS: tl.constexpr,
     LINE: tl.constexpr,
     PLACES: tl.constexpr,
@@ -100,7 +100,7 @@ def _top_kernel(
     if row >= tl.load(num_rows):
         return
     source = row
-    if HAS_INDEX:
+    if has_index > 0:
         source = tl.load(index + row)
     params = sampling + tl.load(slots + source).to(tl.int64) * WORDS
     requested = tl.load(params + _LOGPROBS)
@@ -166,7 +166,7 @@ def _top_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def _chosen_kernel(
     logits,
     index,
@@ -180,7 +180,7 @@ def _chosen_kernel(
     logits_stride,
     max_rows,
     depth,
-    HAS_INDEX: tl.constexpr,
+    has_index,
     WORDS: tl.constexpr,
     LINE: tl.constexpr,
 ):
@@ -188,7 +188,7 @@ def _chosen_kernel(
     if row >= tl.load(num_rows):
         return
     source = row
-    if HAS_INDEX:
+    if has_index > 0:
         source = tl.load(index + row)
     slot = tl.load(slots + source).to(tl.int64)
     if tl.load(sampling + slot * WORDS + _LOGPROBS) == 0:
@@ -265,7 +265,7 @@ def top_logprobs(
         ring.shape[1],
         ring.shape[0],
         vocab,
-        HAS_INDEX=index is not None,
+        0 if index is None else 1,
         WORDS=SAMPLING_WORDS,
         LINE=LOGPROB_WORDS,
         PLACES=_PLACES,
@@ -303,7 +303,7 @@ def chosen_logprobs(
         logits.stride(0),
         ring.shape[1],
         ring.shape[0],
-        HAS_INDEX=index is not None,
+        0 if index is None else 1,
         WORDS=SAMPLING_WORDS,
         LINE=LOGPROB_WORDS,
         num_warps=1,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.layouts import SAMPLING_WORDS, SamplingWord
 from paceline.kernels.route_experts import LiveRows, max_blocks, sort_pairs
 
@@ -195,8 +195,8 @@ def _lora_shrink_kernel(
     rank = tl.load(ranks + tl.maximum(adapter, 0) * ranks_stride + index)
     if PDL:
         # Also where there is nothing to do: the end of this kernel tells the next that the GEMM before it has ended.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     if (adapter < 0) | (rank == 0):
         return
     place = tl.load(blocks + max_blocks + block) + tl.arange(0, BLOCK_M)
@@ -259,7 +259,7 @@ def _lora_expand_kernel(
     rank = tl.load(ranks + tl.maximum(adapter, 0) * ranks_stride + index)
     if (adapter < 0) | (rank == 0):
         if PDL:
-            tl.extra.cuda.gdc_wait()
+            pdl_wait()
         return
     begin = tl.where(is_third, WIDTH_0 + WIDTH_1, tl.where(is_second, WIDTH_0, 0))
     width = tl.where(is_third, WIDTH_2, tl.where(is_second, WIDTH_1, WIDTH_0))
@@ -278,7 +278,7 @@ def _lora_expand_kernel(
     weights = b + adapter * slot_stride + r.to(tl.int64)[:, None] * (WIDTH_0 + WIDTH_1 + WIDTH_2) + begin + first
     w = tl.load(weights + column, mask=is_rank if EVEN else is_rank & (first + column < width), other=0.0)
     if PDL:
-        tl.extra.cuda.gdc_wait()  # above is nothing that kernels of this pass write, except for its first ones
+        pdl_wait()  # above is nothing that kernels of this pass write, except for its first ones
     source = between + (row * SLICES + index) * RANK + r[None, :]
     value = tl.zeros([BLOCK_M, RANK], tl.float32)
     for part in range(PARTS):

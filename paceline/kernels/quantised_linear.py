@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels._triton import cdiv, launched, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.fp8 import FP8, to_operand
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 
@@ -167,8 +167,8 @@ def _quantised_linear_kernel(
     factor = tl.load(factors + row, mask=inside_w, other=0.0)
     kind: tl.constexpr = x.dtype.element_ty
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     k = tl.arange(0, BLOCK_K)
     weights = weight + (row.to(tl.int64) * K)[:, None] + k[None, :]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
 
 
 def rms_norm_reference(
@@ -54,15 +54,13 @@ def _rms_norm_kernel(
     eps,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    pdl_wait()
+    pdl_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         stream = residual + row * hidden + column
@@ -98,7 +96,6 @@ def rms_norm(
         eps,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
-        PDL=pdl,
         num_warps=min(max(block // 512, 1), 8),
         launch_pdl=pdl,
     )

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
 
 LISTED_ROWS = 16  # with more rows, pairs are sorted
 _SPLIT_ROWS = 512  # with more rows, a program computes all experts
@@ -289,10 +289,10 @@ def _route_kernel(
     if LISTED:
         # Without tl.dot, which computes 16 rows at least, and with weights loaded before the wait: see linear.py.
         if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
+            pdl_launch_dependents()
         w = tl.load(rows, mask=(n < num_rows)[:, None] & (k < K)[None, :], other=0.0)
         if PDL:
-            tl.extra.cuda.gdc_wait()
+            pdl_wait()
         for start in tl.static_range(0, K, BLOCK_K):
             is_inside = (start + k < K)[None, :]
             if start > 0:
@@ -302,8 +302,8 @@ def _route_kernel(
             squares += wide * wide
     else:
         if PDL:
-            tl.extra.cuda.gdc_wait()
-            tl.extra.cuda.gdc_launch_dependents()
+            pdl_wait()
+            pdl_launch_dependents()
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             is_inside = (start + k < K)[None, :]
             a = tl.load(inputs + start, mask=inside[:, None] & is_inside, other=0.0)
@@ -382,8 +382,8 @@ def _sort_pairs_kernel(
     m = tile * TILE + tl.arange(0, TILE)
     is_expert = column < E
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     total = tl.zeros([BLOCK_L], tl.int32)
     before = tl.zeros([BLOCK_L], tl.int32)  # in tiles before this one
     for start in range(0, num_tiles, CHUNK):

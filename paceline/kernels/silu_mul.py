@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from paceline.kernels._triton import cdiv, launched, tl, triton
+from paceline.kernels._triton import cdiv, launched, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.rms_norm import row_factor, row_factor_reference
 
 
@@ -57,8 +57,8 @@ def _silu_mul_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        pdl_wait()
+        pdl_launch_dependents()
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=inside, other=0.0).to(tl.float32)
     if H:

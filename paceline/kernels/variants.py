@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.kernels._triton import Kernel
+from paceline.kernels._triton import LAUNCH_PDL, Kernel
 
 _LARGE = 1 << 32  # does not fit 32 bits
 _MISALIGNED = "?"
@@ -30,7 +30,7 @@ class KernelVariant:
     module: str
     name: str
     args: tuple[Argument, ...]
-    constants: tuple[tuple[str, Any], ...]  # by name, with launch options such as num_warps
+    constants: tuple[tuple[str, Any], ...]  # by name, with options of the compiler such as num_warps
 
     @property
     def misaligned(self) -> list[int]:
@@ -44,7 +44,8 @@ def variant_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) 
         _tensor(arg) if isinstance(arg, torch.Tensor) else _number(arg, not param.do_not_specialize)
         for arg, param in zip(args, function.params, strict=False)
     )
-    return KernelVariant(function.fn.__module__, function.fn.__name__, names, tuple(sorted(constants.items())))
+    compiled_in = tuple(sorted((name, value) for name, value in constants.items() if name != LAUNCH_PDL))
+    return KernelVariant(function.fn.__module__, function.fn.__name__, names, compiled_in)
 
 
 def _tensor(value: torch.Tensor) -> str:

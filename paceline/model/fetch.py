@@ -48,6 +48,11 @@ def cache_folder() -> Path:
     return Path(home) if home else Path.home() / ".cache" / "paceline"
 
 
+def kernel_cache() -> Path:
+    """The folder of compiled kernels."""
+    return cache_folder() / "kernels"
+
+
 class NotDownloaded(ModelError):
     """The model exists elsewhere, but is not on this machine."""
 

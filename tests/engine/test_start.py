@@ -25,6 +25,7 @@ from paceline import LLM, SamplingParams
 from paceline.engine import start
 start._load_driver = lambda options: object()
 start._create_context = lambda driver: None
+start._has_kernels = lambda folder: True
 load_text, found = start.load_text, []
 
 def spy(model, options):
@@ -117,5 +118,42 @@ def test_mistakes_are_reported_as_ever(
     monkeypatch.setattr(start, "_load_driver", lambda options: load_driver(options) or object())
     monkeypatch.setattr(start, "_create_context", lambda driver: None)
     monkeypatch.setattr(start, "_load_torch_libraries", lambda: None)
+    monkeypatch.setattr(start, "_has_kernels", lambda folder: True)
     with pytest.raises(error, match=message):
         start_engine(**arguments)
+
+
+@pytest.mark.parametrize("compiled", [None, "cache", "folder"])
+def test_processes_that_compile_start_first_if_nothing_is_compiled(
+    compiled: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this order: the processes, the text, the engine that gets them; and they end, whatever happens."""
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "home"))
+    if compiled is not None:
+        folder = tmp_path / "home" / "kernels" if compiled == "cache" else tmp_path / "prepared"
+        folder.mkdir(parents=True)
+        (folder / "model.list").touch()
+    events: list[str] = []
+
+    class Workers:
+        def __init__(self) -> None:
+            events.append("start")
+
+        def close(self) -> None:
+            events.append("close")
+
+    def build(model: object, *, workers: Workers | None, **_: object) -> None:
+        events.append(f"build {type(workers).__name__}")
+        raise MemoryError
+
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(start, "_load_driver", lambda options: object())
+    monkeypatch.setattr(start, "_create_context", lambda driver: None)
+    monkeypatch.setattr(start, "_load_torch_libraries", lambda: None)
+    monkeypatch.setattr(start, "load_text", lambda model, options: events.append("text"))
+    monkeypatch.setattr(start, "CompileWorkers", Workers)
+    monkeypatch.setattr("paceline.engine.build.build_engine", build)
+    with pytest.raises(MemoryError):
+        start_engine(kernel_folder=str(tmp_path / "prepared"))
+    expected = ["start", "text", "build Workers", "close"] if compiled is None else ["text", "build NoneType"]
+    assert events == expected

@@ -262,7 +262,7 @@ def unlisted_on_stages(name: str, options: dict[str, Any], seed: int) -> list[Ke
 
 def _on_any_device(variant: KernelVariant) -> KernelVariant:
     """Without the constants that differ on a CPU."""
-    constants = {name: value for name, value in variant.constants if name not in ("APPROX", "PDL", "launch_pdl")}
+    constants = {name: value for name, value in variant.constants if name not in ("APPROX", "PDL")}
     return replace(variant, constants=tuple(constants.items()))
 
 

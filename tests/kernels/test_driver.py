@@ -69,8 +69,8 @@ NUMBERS = (100, 1, 0.25, 1 << 40)
 
 
 def kernel(library: FakeLibrary, shared: int = 1024, pdl: bool = False) -> DriverKernel:
-    binary = KernelBinary(b"cubin", "kernel", shared, 4, pdl)
-    return DriverKernel(DriverFunction(binary, library), VARIANT, NUMBERS)
+    binary = KernelBinary(b"cubin", "kernel", shared, 4)
+    return DriverKernel(DriverFunction(binary, library), VARIANT, NUMBERS, pdl=pdl)
 
 
 def test_a_launch_gets_addresses_and_numbers_without_those_that_are_compiled_in() -> None:

@@ -119,7 +119,7 @@ def test_a_binary_is_found_by_variant_source_and_architecture(tmp_path: Path, mo
     monkeypatch.setattr("paceline.kernels.binaries.source_digest", lambda: source)
     one = KernelVariant("module", "kernel", ("bfloat16", 17), (("BLOCK", 64),))
     other = KernelVariant("module", "kernel", ("bfloat16", 16), (("BLOCK", 64),))
-    binary = KernelBinary(b"cubin", "kernel", 1024, 4, False)
+    binary = KernelBinary(b"cubin", "kernel", 1024, 4)
     KernelStore(tmp_path, 90).write(one, binary)
     assert KernelStore(tmp_path, 90).read(one) == binary
     assert KernelStore(tmp_path, 90).missing([one, other]) == [other] and KernelStore(tmp_path, 90).read(other) is None
@@ -131,7 +131,7 @@ def test_a_binary_is_found_by_variant_source_and_architecture(tmp_path: Path, mo
 
 def test_a_damaged_binary_is_missing_and_another_folder_may_have_it(tmp_path: Path) -> None:
     one = KernelVariant("module", "kernel", ("bfloat16", 17), (("BLOCK", 64),))
-    binary = KernelBinary(b"cubin", "kernel", 1024, 4, False)
+    binary = KernelBinary(b"cubin", "kernel", 1024, 4)
     for name in ("prepared", "own"):
         KernelStore(tmp_path / name, 90).write(one, binary)
     (damaged,) = (tmp_path / "prepared").iterdir()
@@ -149,3 +149,25 @@ def test_a_damaged_binary_is_missing_and_another_folder_may_have_it(tmp_path: Pa
         damaged.write_bytes(data)
         assert KernelStore(tmp_path / "prepared", 90).read(one) is None, data
         assert store.read(one) == binary and not store.missing([one])
+
+
+_NORM_FOR = """
+import sys
+from triton import MockTensor
+from torch import bfloat16
+from paceline.kernels.binaries import compile_for
+from paceline.kernels.rms_norm import _rms_norm_kernel
+compile_for(int(sys.argv[1]))
+args = *[MockTensor(bfloat16)] * 4, 64, 64, 64, 0.5
+compiled = _rms_norm_kernel.function.warmup(*args, grid=(1,), HAS_RESIDUAL=False, BLOCK=64, num_warps=1)
+print("griddepcontrol" in compiled.asm["ptx"])
+"""
+
+
+@pytest.mark.parametrize(("arch", "has_pdl"), [("80", "False"), ("89", "False"), ("90", "True")])
+def test_gpus_without_programmatic_dependent_launch_get_kernels_without_it(
+    arch: str, has_pdl: str, tmp_path: Path
+) -> None:
+    assert run("-c", _NORM_FOR, arch, cache=tmp_path).split() == [has_pdl]
+    for path in Path(paceline.kernels.__path__[0]).glob("*.py"):
+        assert path.name == "_triton.py" or "gdc_" not in path.read_text(), f"{path.name}: use pdl_wait"

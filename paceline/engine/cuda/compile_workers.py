@@ -12,11 +12,13 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple, TypeVar
+
+_MAX_PROCESSES = 32  # a process needs some 300 MB, and more save no time
 
 T = TypeVar("T")
 
@@ -33,20 +35,22 @@ class _Pipes(NamedTuple):
 
 
 class CompileWorkers:
-    """Processes in which Triton compiles for an architecture such as 90, and keeps its cache in `scratch`."""
+    """Processes in which Triton compiles: one per core, unless their number is given."""
 
-    def __init__(self, count: int, arch: int, scratch: str) -> None:
+    def __init__(self, count: int | None = None) -> None:
+        count = count or min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+        self._scratch = tempfile.TemporaryDirectory(prefix="paceline-triton-")  # Triton's own cache
         pipes = [(*os.pipe(), *os.pipe()) for _ in range(count)]
         theirs = [(read, write) for read, _, _, write in pipes]
         self._all = [_Pipes(os.fdopen(write, "wb"), os.fdopen(read, "rb")) for _, write, read, _ in pipes]
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "TRITON_CACHE_DIR": scratch,
+            "TRITON_CACHE_DIR": self._scratch.name,
             "OMP_NUM_THREADS": "1",
         }
         ends = [end for pair in theirs for end in pair]
-        command = [sys.executable, "-P", "-m", __name__, str(arch), *map(str, ends)]
+        command = [sys.executable, "-P", "-m", __name__, *map(str, ends)]
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, pass_fds=ends)
         for end in ends:
             os.close(end)
@@ -80,26 +84,17 @@ class CompileWorkers:
             pipes.requests.close()
             pipes.results.close()
         self._process.wait()
+        self._scratch.cleanup()
 
 
-@contextmanager
-def compile_workers(count: int, arch: int, scratch: str) -> Iterator[CompileWorkers]:
-    workers = CompileWorkers(count, arch, scratch)
-    try:
-        yield workers
-    finally:
-        workers.close()
-
-
-def _serve(arch: int, ends: Sequence[int]) -> None:
+def _serve(ends: Sequence[int]) -> None:
     """In the first process: forks one for every other pair of pipes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and that ends the pipes
     os.dup2(2, 1)  # what a compiler prints is not for the caller's standard output
     # Imported once, before the others are forked.
     from paceline.engine.cuda import variants  # noqa: F401
-    from paceline.kernels.binaries import compile_for
+    from paceline.kernels import binaries  # noqa: F401
 
-    compile_for(arch)
     mine = list(zip(ends[::2], ends[1::2], strict=True))
     while len(mine) > 1:
         last = mine.pop()
@@ -130,4 +125,4 @@ def _work(requests_end: int, results_end: int) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), list(map(int, sys.argv[2:])))
+    _serve(list(map(int, sys.argv[1:])))

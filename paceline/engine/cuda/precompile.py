@@ -19,19 +19,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, nullcontext
 from dataclasses import astuple
 from pathlib import Path
 
 import torch
 
 from paceline.config import SchedulerConfig
-from paceline.engine.cuda.compile_workers import compile_workers
+from paceline.engine.cuda.compile_workers import CompileWorkers
 from paceline.engine.cuda.variants import VARIANT_OPTIONS, kernel_variants
 from paceline.engine.precision import Precision
-from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_variant, source_digest
+from paceline.kernels.binaries import CannotPrecompile, KernelStore, compile_for, compile_variant, source_digest
 from paceline.kernels.driver import use_binaries
 from paceline.kernels.variants import KernelVariant
-from paceline.model.fetch import cache_folder
+from paceline.model.fetch import kernel_cache
 from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.spec import ModelSpec
 
@@ -39,8 +40,6 @@ log = logging.getLogger("paceline.engine")
 
 # Kernels with many registers take longest: they are compiled first, so that the processes end together.
 _SLOW = ("_decode_attention_kernel", "_extend_attention_kernel", "_extend_shared_kernel", "_collect_kernel")
-
-_MAX_JOBS = 32  # a process needs some 300 MB, and more save no time
 
 Progress = Callable[[int, int], None]  # variants done, variants in total
 
@@ -54,20 +53,18 @@ def precompile(
     *,
     also: Sequence[Path] = (),
     jobs: int | None = None,
+    workers: CompileWorkers | None = None,
     progress: Progress | None = None,
     shard: Shard = WHOLE_MODEL,
 ) -> tuple[list[KernelVariant], int]:
     """Compiles into a folder what it and those of `also` lack for a model, and its draft model if `specs` has a second,
-    in `jobs` processes (default: one per core). Returns all variants of the model, and how many were compiled. shard:
-    for this rank's part of the model."""
+    in `jobs` processes (default: one per core), or by `workers`, which the caller closes. Returns all variants of the
+    model, and how many were compiled. shard: for this rank's part of the model."""
     store, name = KernelStore(folder, arch, also), f"{_list_name(specs, precision, scheduler, shard)}.list"
     variants = next(filter(None, (_read_list(one / name) for one in (*also, folder))), None)
     if variants is not None and not store.missing(variants):
         return variants, 0
-    with (
-        tempfile.TemporaryDirectory(prefix="paceline-triton-") as scratch,  # Triton's own cache: the folder is ours
-        compile_workers(jobs or min(len(os.sched_getaffinity(0)), _MAX_JOBS), arch, scratch) as workers,
-    ):
+    with closing(CompileWorkers(jobs)) if workers is None else nullcontext(workers) as workers:
         if variants is None:
             variants = workers.submit(kernel_variants, specs, precision, scheduler, shard).result()
             log.debug("listed %d kernels", len(variants))
@@ -91,16 +88,25 @@ class KernelPreparation:
         scheduler: SchedulerConfig,
         prepared: str | None,
         shard: Shard = WHOLE_MODEL,
+        workers: CompileWorkers | None = None,
     ) -> None:
         """specs: of the model, and of its draft model if it has one. `prepared`: a folder written by `paceline
-        compile`. shard: this rank's part of the model."""
+        compile`. shard: this rank's part of the model. workers: see `precompile`."""
         major, minor = torch.cuda.get_device_capability()
         self._arch, self._prepared = 10 * major + minor, [] if prepared is None else [Path(prepared)]
-        self._folder = _writable(cache_folder() / "kernels")
+        self._folder = _writable(kernel_cache())
         self._began = time.perf_counter()
         pool = ThreadPoolExecutor(1, "paceline-compile")
         self._task = pool.submit(
-            precompile, specs, precision, scheduler, self._folder, self._arch, also=self._prepared, shard=shard
+            precompile,
+            specs,
+            precision,
+            scheduler,
+            self._folder,
+            self._arch,
+            also=self._prepared,
+            workers=workers,
+            shard=shard,
         )
         pool.shutdown(wait=False)
 
@@ -138,6 +144,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _compile(variant: KernelVariant, folder: Path, arch: int) -> None:
+    compile_for(arch)
     try:
         KernelStore(folder, arch).write(variant, compile_variant(variant))
     except CannotPrecompile:

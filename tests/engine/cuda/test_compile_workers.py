@@ -6,18 +6,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from paceline.engine.cuda.compile_workers import CompileWorkers, compile_workers
+from paceline.engine.cuda.compile_workers import CompileWorkers
 
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CompileWorkers]:
-    with compile_workers(3, 90, str(tmp_path_factory.mktemp("triton"))) as found:
+def workers() -> Iterator[CompileWorkers]:
+    with closing(CompileWorkers(3)) as found:
         yield found
 
 
@@ -37,8 +38,9 @@ def test_the_callers_script_is_not_run_again_and_a_process_that_ends_is_noticed(
     script = tmp_path / "script.py"
     script.write_text(
         "import os\n"
-        "from paceline.engine.cuda.compile_workers import WorkerDied, compile_workers\n"
-        f"with compile_workers(2, 90, {str(tmp_path)!r}) as workers:\n"
+        "from contextlib import closing\n"
+        "from paceline.engine.cuda.compile_workers import CompileWorkers, WorkerDied\n"
+        "with closing(CompileWorkers(2)) as workers:\n"
         "    print(workers.submit(divmod, 7, 2).result())\n"
         "    try:\n"
         "        workers.submit(os._exit, 3).result()\n"
