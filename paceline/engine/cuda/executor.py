@@ -470,7 +470,8 @@ class CudaExecutor(Executor):
         if pending is not None:
             pending.wait()  # has ended long ago; unread only if the caller launches without waiting
         packed = self._packer.pack(plan)
-        buffers.send(packed)
+        if packed.num_words:
+            buffers.send(packed)
         return buffers, packed
 
     @torch.inference_mode()
@@ -486,7 +487,8 @@ class CudaExecutor(Executor):
         num_drafts = 0
         prompt_logprobs: list[PromptLogprobs] = []
         with streams.use(streams.engine):
-            buffers.uploaded.wait(streams.engine)
+            if packed.num_words:
+                buffers.uploaded.wait(streams.engine)
             if plan.swap is not None:
                 self._swap_pages(plan.swap, buffers, packed)  # before `began`: it may wait for the host link
             buffers.began.record(streams.engine)
@@ -496,7 +498,7 @@ class CudaExecutor(Executor):
             if packed.is_decode:
                 self._apply(buffers, packed)
                 lora = packed.has_adapters
-                key = forward_key(packed.num_rows, packed.num_unshared_tokens, packed.shared_block_m, lora=lora)
+                key = forward_key(packed.num_rows, plan.num_context_tokens, packed.shared_block_m, lora=lora)
                 num_drafts = self._num_drafts(plan)
                 if num_drafts:
                     key = GraphKey(drafts=num_drafts, lora=lora)
@@ -737,6 +739,8 @@ class CudaExecutor(Executor):
             self.stats.fetched_pages += packed.fetch_pages.count
 
     def _apply(self, buffers: PassBuffers, packed: PackedBatch) -> None:
+        if not packed.num_words:
+            return
         apply_diff(buffers.diff, self.state, self.attention.shared_units, num_programs=self._diff_programs)
         if packed.adjust_runs.count:
             write_runs(buffers.span(packed.adjust_runs), self.sampling.adjust.words, self._run_programs)

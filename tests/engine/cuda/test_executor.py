@@ -29,7 +29,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder, Experts
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
-from paceline.scheduler.plan import Join, Plan, Sharing
+from paceline.scheduler.plan import Join, Plan, Sharing, Swap
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
     BASE,
@@ -413,6 +413,45 @@ def test_a_steady_decode_batch_uploads_nothing() -> None:
     assert counts[DiffHeader.NUM_TOKENS] == 5 and counts[DiffHeader.NUM_ROWS] == 1
     second = packer.pack(plan_of([2], [5], [1]))
     assert second.is_decode and not second.parts[0].any()
+    third = packer.pack(plan_of([2], [6], [1]))
+    assert third.is_decode and third.num_words == 0, "there is not even an empty diff"
+    assert packer.pack(plan_of([2], [7], [1])) is third
+
+
+WORD = np.array([1], np.int32)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"joins": (Join.of(Request("b", np.arange(3)), 0),)},
+        {"page_slots": WORD, "page_indices": WORD, "page_ids": WORD},
+        {"swap": Swap(WORD, WORD, WORD, WORD)},
+        {"sharing": Sharing(9, np.array([0, 1], np.int32), np.array([0], np.int32))},
+        {"slots": [2, 1]},
+        {"slots": [2], "starts": [7]},
+        {"starts": [7, 6]},
+    ],
+)
+def test_whatever_changes_is_uploaded(changed: dict[str, Any]) -> None:
+    """And the batch after it repeats again."""
+    rule = ShareRule(group=2, max_units=64, chunks=(16,), align=8, min_saving=0, min_pair_tokens=16)
+    packer = PlanPacker(4, 100, 8, rule)
+    for start in (5, 6, 7):
+        packed = packer.pack(plan_of([1, 2], [start, start], [1, 1]))
+    assert packed.num_words == 0
+    rows, fields = {"slots": [1, 2], "starts": [8, 8]}, dict(changed)
+    for name in rows:
+        rows[name] = fields.pop(name, rows[name])
+    plan = plan_of(rows["slots"], rows["starts"], [1] * len(rows["slots"]), **fields)
+    packed = packer.pack(plan)
+    assert packed.num_words > 0
+    state = SlotState.empty(4, 8, 2, 4, "cpu")
+    state.num_computed[:] = 8  # where sampling has left the rows
+    apply_diff_reference(packed.parts[0], state, DecodeUnits.empty(4, 64, 64, "cpu"))
+    assert state.num_computed[rows["slots"]].tolist() == rows["starts"]
+    then = [start + 1 for start in rows["starts"]]
+    assert packer.pack(plan_of(rows["slots"], then, [1] * len(then), sharing=plan.sharing)).num_words == 0
 
 
 def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
@@ -445,5 +484,4 @@ def test_a_prompt_of_one_token_among_decodes_does_not_inherit_shared_segments() 
         assert packed.is_decode
         apply_diff_reference(packed.parts[0], state, units)
         assert units.shared_rows[:3].tolist() == [[32, 2] if row in shared else [0, 0] for row in range(3)]
-        assert packed.num_unshared_tokens == sum(starts) - 32 * len(shared)
         assert packed.num_saved_tokens == 32 * (len(shared) - 1)

@@ -88,7 +88,6 @@ def test_every_shared_block_is_in_exactly_one_unit(seed: int) -> None:
     assert len(found.units) == len(wanted.units), "as few as possible"
     saved = sum((count - 1) * (end - begin) for _, _, count, begin, end, _ in wanted.units)
     assert found.num_saved_tokens == saved
-    assert found.num_shared_tokens == sum(tokens for tokens, _ in wanted.rows)
     lengths = found.units[:, SharedUnitWord.END] - found.units[:, SharedUnitWord.BEGIN]
     assert (np.diff(lengths) <= 0).all(), "a long unit starts late"
 
