@@ -70,7 +70,7 @@ from paceline.kernels.rope_kv import load_cos_sin, load_pairs, norm_and_rotate, 
 _ROW_POSITION, _ROW_NUM_CHUNKS, _ROW_FIRST_PARTIAL, _ROW_SLOT = constants(RowWord)
 _UNIT_WORDS, _ROW_WORDS = tl.constexpr(UNIT_WORDS), tl.constexpr(ROW_WORDS)
 
-_MAX_MERGE_COLUMNS = 2048  # of partial results that a program merges at once
+_FEW_ROWS = 4
 
 
 def decode_attention_reference(
@@ -111,58 +111,9 @@ def decode_attention_reference(
 
 
 @triton.jit
-def _merge_row(
-    partials,
-    lse,
-    out,
-    sinks,
-    first_token,
-    num_tokens,
-    first_partial,
-    num_chunks,
-    kv_head,
-    first_column,
-    NEW: tl.constexpr,
-    Q: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    SINKS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Merges some columns of the partial results of a row and KV head into out, BLOCK chunks at a time, ascending. A
-    column is a new token, of which there are at most NEW, a head and one of its D numbers."""
-    column = first_column + tl.arange(0, COLUMNS)
-    token = column // (G * D)
-    inside_column = token < num_tokens
-    head = kv_head * G + column % (G * D) // D
-    block = tl.arange(0, BLOCK)
-    top = tl.full([COLUMNS], -1.0e30, tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    value = tl.zeros([COLUMNS], tl.float32)
-    for start in range(0, num_chunks, BLOCK):
-        inside = (start + block < num_chunks)[:, None] & inside_column[None, :]
-        place = ((first_partial + start + block).to(tl.int64) * (NEW * Q))[:, None] + (token * Q + head)[None, :]
-        # .cg bypasses the L1 cache: other multiprocessors wrote this in the same launch. The weight of a head is loaded
-        # once per element, which is cheaper than moving it between threads.
-        weight = tl.load(lse + place, mask=inside, other=-float("inf"), cache_modifier=".cg")
-        piece = tl.load(partials + place * D + (column % D)[None, :], mask=inside, other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(weight, axis=0))
-        weight = tl.exp2(weight - higher[None, :])
-        keep = tl.exp2(top - higher)
-        value = value * keep + tl.sum(piece * weight, axis=0)
-        total = total * keep + tl.sum(weight, axis=0)
-        top = higher
-    if SINKS:
-        total += sink_weight(sinks, head, inside_column, top)
-    target = out + ((first_token + token) * Q + head) * D + column % D
-    tl.store(target, (value / tl.where(total > 0.0, total, 1.0)).to(out.dtype.element_ty), mask=inside_column)
-
-
-@triton.jit
-def _load_partial(partials, lse, first, num_partials, index, column, Q: tl.constexpr, D: tl.constexpr):
+def _load_partial(partials, lse, first, num_partials, index, column, STRIDE: tl.constexpr, D: tl.constexpr):
     inside = index < num_partials
-    source = first + index * Q
+    source = first + index * STRIDE
     # .cg bypasses the L1 cache: other multiprocessors wrote this in the same launch.
     weight = tl.load(lse + source, mask=inside, other=-float("inf"), cache_modifier=".cg")
     place = source[:, None] * D + column[None, :]
@@ -178,6 +129,19 @@ def _add_partial(top, total, acc, weight, piece):
 
 
 @triton.jit
+def _load_two(partials, lse, first, num_partials, index, column, STRIDE: tl.constexpr, D: tl.constexpr):
+    weight, piece = _load_partial(partials, lse, first, num_partials, index, column, STRIDE, D)
+    next_weight, next_piece = _load_partial(partials, lse, first, num_partials, index + 1, column, STRIDE, D)
+    return weight, piece, next_weight, next_piece
+
+
+@triton.jit
+def _add_two(top, total, acc, weight, piece, next_weight, next_piece):
+    top, total, acc = _add_partial(top, total, acc, weight, piece)
+    return _add_partial(top, total, acc, next_weight, next_piece)
+
+
+@triton.jit
 def _merge_tile(
     partials,
     lse,
@@ -188,24 +152,33 @@ def _merge_tile(
     first,
     num_partials,
     first_column,
-    Q: tl.constexpr,
+    STRIDE: tl.constexpr,
     D: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Merges some columns of all heads of a tile that have partial results, ascending: one row after the other, each
-    would wait for its loads."""
+    would wait for its loads. Every thread has columns of its own, so that threads exchange nothing. STRIDE: heads of
+    one chunk; AT_ONCE: 2, 4 or 8 partial results that are loaded at the same time."""
     column = first_column + tl.arange(0, COLUMNS)
     top = tl.full([BLOCK_M], -1.0e30, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-    for start in range(0, tl.max(num_partials, axis=0), 2):
-        # Two at a time, so that their loads overlap.
-        weight, piece = _load_partial(partials, lse, first, num_partials, start, column, Q, D)
-        next_weight, next_piece = _load_partial(partials, lse, first, num_partials, start + 1, column, Q, D)
-        top, total, acc = _add_partial(top, total, acc, weight, piece)
-        top, total, acc = _add_partial(top, total, acc, next_weight, next_piece)
+    for start in range(0, tl.max(num_partials, axis=0), AT_ONCE):
+        w0, p0, w1, p1 = _load_two(partials, lse, first, num_partials, start, column, STRIDE, D)
+        if AT_ONCE > 2:
+            w2, p2, w3, p3 = _load_two(partials, lse, first, num_partials, start + 2, column, STRIDE, D)
+        if AT_ONCE > 4:
+            w4, p4, w5, p5 = _load_two(partials, lse, first, num_partials, start + 4, column, STRIDE, D)
+            w6, p6, w7, p7 = _load_two(partials, lse, first, num_partials, start + 6, column, STRIDE, D)
+        top, total, acc = _add_two(top, total, acc, w0, p0, w1, p1)
+        if AT_ONCE > 2:
+            top, total, acc = _add_two(top, total, acc, w2, p2, w3, p3)
+        if AT_ONCE > 4:
+            top, total, acc = _add_two(top, total, acc, w4, p4, w5, p5)
+            top, total, acc = _add_two(top, total, acc, w6, p6, w7, p7)
     if SINKS:
         total += sink_weight(sinks, head, num_partials > 0, top)
     target = out + place[:, None] + column[None, :]
@@ -242,6 +215,59 @@ def _place(
             place += ((start + n) % P - n % P) * STRIDE
         place = place[:, None]
     return place
+
+
+@triton.jit
+def _tiles(
+    k_cache, v_cache, v_pairs, kv_head,
+    K: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of a tile and its values, or pairs of them, are in page 0."""
+    n, d = tl.arange(0, BLOCK_N)[:, None] % P, tl.arange(0, PADDED)[None, :]
+    key = n * (K * D) + kv_head * D + d
+    values = v_cache + key
+    if PAIRS:
+        values = v_pairs + n * (K * D // 2) + kv_head * (D // 2) + tl.arange(0, PADDED // 2)[None, :]
+    return k_cache + key, values
+
+
+@triton.jit
+def _load_keys(
+    keys, page, start, inside,
+    K: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys, or zeros where a position is not inside."""
+    place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
+    return tl.load(keys + place, mask=within_head(inside, D, PADDED), other=0.0)
+
+
+@triton.jit
+def _load_values(
+    values, page, start, inside,
+    K: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr, WINDOW: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A tile of values, or of pairs of them; zeros where a position is not inside."""
+    if PAIRS:
+        place = _place(page, start, K * D // 2, P, BLOCK_N, PAGED, WINDOW)
+        found = tl.load(values + place, mask=within_head(inside, D // 2, PADDED // 2), other=0)
+    else:
+        place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
+        found = tl.load(values + place, mask=within_head(inside, D, PADDED), other=0.0)
+    return found
+
+
+@triton.jit
+def _masked_scores(q, k, start, end, position, scale, CAP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """The scores of a tile, -inf where a query does not see a key."""
+    n = start + tl.arange(0, BLOCK_N)
+    seen = (n < end)[None, :]
+    if WINDOW:
+        seen = seen & (n[None, :] > position[:, None] - WINDOW)
+    scores = scaled_scores(tl.dot(q, tl.trans(k.to(q.dtype))), scale, CAP)
+    return tl.where(seen, scores, -float("inf"))
 
 
 @triton.jit
@@ -317,11 +343,11 @@ def _decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
-    COLUMNS: tl.constexpr,
     MERGE: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
+    PREFETCH: tl.constexpr,
     PART: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
@@ -376,6 +402,13 @@ def _decode_attention_kernel(
                 position = tl.load(rows + tile_rows * _ROW_WORDS + _ROW_POSITION, mask=inside, other=0)
                 first_partial = tl.load(rows + tile_rows * _ROW_WORDS + _ROW_FIRST_PARTIAL, mask=inside, other=0)
         page = _pages(table, begin, end, P, BLOCK_N, PAGED, WINDOW)
+        if PREFETCH:
+            keys, values = _tiles(k_cache, v_cache, v_pairs, kv_head, K, D, PADDED, P, BLOCK_N, PAIRS)
+            # What earlier passes have written to the cache can be loaded while the previous kernel runs.
+            inside_first = (begin + tl.arange(0, BLOCK_N) < end)[:, None]
+            first_k = _load_keys(keys, page, begin, inside_first, K, D, PADDED, P, BLOCK_N, PAGED, WINDOW)
+            first_v = _load_values(values, page, begin, inside_first, K, D, PADDED, P, BLOCK_N, PAGED, WINDOW, PAIRS)
+            page = _pages(table, begin + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
         if PDL:
             # Everything up to here is known before the first layer of the pass.
             pdl_wait()
@@ -452,14 +485,17 @@ def _decode_attention_kernel(
 
         # The next tile's pages are loaded one tile ahead: where the address of a tile depends on a load in the same
         # iteration, Triton's pipeliner keeps fewer tiles of keys in flight.
-        key = tl.arange(0, BLOCK_N)[:, None] % P * (K * D) + kv_head * D + d[None, :]
-        keys, values = k_cache + key, v_cache + key
+        if not PREFETCH:
+            keys, values = _tiles(k_cache, v_cache, v_pairs, kv_head, K, D, PADDED, P, BLOCK_N, PAIRS)
         odd = tl.zeros([1, 1], tl.float32)
         if PAIRS:
             acc, odd = tl.split(tl.reshape(acc, [BLOCK_M, PADDED // 2, 2]))
-            half = tl.arange(0, PADDED // 2)[None, :]
-            values = v_pairs + tl.arange(0, BLOCK_N)[:, None] % P * (K * D // 2) + kv_head * (D // 2) + half
         masked = begin
+        if PREFETCH:
+            scores = _masked_scores(q, first_k, begin, end, position, score_scale, CAP, BLOCK_N, WINDOW)
+            v = first_v if PAIRS else first_v.to(q.dtype)
+            top, totals, acc, odd = _update_softmax(scores, v, top, totals, acc, odd, LAZY=False, PAIRS=PAIRS)
+            masked = begin + BLOCK_N
         if PAGED:
             masked = begin + (end - begin) // BLOCK_N * BLOCK_N
             for start in tl.range(begin, masked, BLOCK_N, num_stages=STAGES):
@@ -474,21 +510,12 @@ def _decode_attention_kernel(
                 top, totals, acc, odd = _update_softmax(scores, v, top, totals, acc, odd, LAZY=True, PAIRS=PAIRS)
                 page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
         for start in tl.range(masked, end, BLOCK_N, num_stages=1 if PAGED else STAGES):
-            n = start + tl.arange(0, BLOCK_N)
-            cached = n < end
-            place = _place(page, start, K * D, P, BLOCK_N, PAGED, WINDOW)
-            loaded = within_head(cached[:, None], D, PADDED)
-            k = tl.load(keys + place, mask=loaded, other=0.0)
-            seen = cached[None, :]
-            if WINDOW:
-                seen = seen & (n[None, :] > position[:, None] - WINDOW)
-            scores = scaled_scores(tl.dot(q, tl.trans(k.to(q.dtype))), score_scale, CAP)
-            scores = tl.where(seen, scores, -float("inf"))
-            if PAIRS:
-                place = _place(page, start, K * D // 2, P, BLOCK_N, PAGED, WINDOW)
-                v = tl.load(values + place, mask=within_head(cached[:, None], D // 2, PADDED // 2), other=0)
-            else:
-                v = tl.load(values + place, mask=loaded, other=0.0).to(q.dtype)
+            cached = (start + tl.arange(0, BLOCK_N) < end)[:, None]
+            k = _load_keys(keys, page, start, cached, K, D, PADDED, P, BLOCK_N, PAGED, WINDOW)
+            scores = _masked_scores(q, k, start, end, position, score_scale, CAP, BLOCK_N, WINDOW)
+            v = _load_values(values, page, start, cached, K, D, PADDED, P, BLOCK_N, PAGED, WINDOW, PAIRS)
+            if not PAIRS:
+                v = v.to(q.dtype)
             top, totals, acc, odd = _update_softmax(scores, v, top, totals, acc, odd, LAZY=False, PAIRS=PAIRS)
             page = _pages(table, start + BLOCK_N, end, P, BLOCK_N, PAGED, WINDOW)
 
@@ -516,57 +543,33 @@ def _decode_attention_kernel(
             tl.store(partials + partial[:, None] * D + d[None, :], acc, mask=filled)
             tl.store(lse + partial, top + tl.log2(total), mask=inside)
             tl.debug_barrier()  # every thread's partial result before the one atomic that counts it
-            if PART == 3:
+            # Whoever finishes a row merges it. Units of one row and shared units do it by the same code, so that the
+            # result has the same bits.
+            parts = tl.zeros([BLOCK_M], tl.int32)
+            if PART >= 2 or num_queries == 1:
                 count = arrived + row * K + kv_head
                 if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
-                    # Of several new tokens of large groups in parts: all at once would not fit into registers.
-                    for column in range(0, fed * (G * D) if NEW * G * D > COLUMNS else 1, COLUMNS):
-                        _merge_row(
-                            partials,
-                            lse,
-                            out,
-                            sinks,
-                            first_token,
-                            fed,
-                            own_partial,
-                            num_chunks,
-                            kv_head,
-                            column,
-                            NEW,
-                            Q,
-                            G,
-                            D,
-                            SINKS,
-                            COLUMNS,
-                            MERGE,
-                        )
                     tl.store(count, 0)
+                    parts = tl.where(inside, num_chunks, 0)
             else:
-                # In a batch where some rows share, either kind of unit may merge a row: both use the same code, so that
-                # the result has the same bits.
-                parts = tl.zeros([BLOCK_M], tl.int32)
-                if PART == 2 or num_queries == 1:
-                    count = arrived + row * K + kv_head
-                    if tl.atomic_add(count, 1, sem="acq_rel") == num_chunks - 1:
-                        tl.store(count, 0)
-                        parts = tl.where(inside, num_chunks, 0)
-                else:
-                    # All rows are counted with one atomic: one after the other, each would wait for memory.
-                    query = tl.arange(0, BLOCK_M)
-                    owners = tl.load(query_rows + first_query + query, mask=query < num_queries, other=0)
-                    counts = arrived + owners * K + kv_head
-                    before = tl.atomic_add(counts, 1, mask=query < num_queries, sem="acq_rel")
-                    chunks = tl.load(rows + owners * _ROW_WORDS + _ROW_NUM_CHUNKS, mask=query < num_queries, other=0)
-                    is_last = (query < num_queries) & (before == chunks - 1)
-                    tl.store(counts, 0, mask=is_last)
-                    parts = tl.where(inside, tl.gather(tl.where(is_last, chunks, 0), m // G, 0), 0)
-                if tl.max(parts, axis=0) > 0:
-                    place, part = (tile_rows * Q + head).to(tl.int64) * D, first_partial.to(tl.int64) * Q + head
-                    for column in tl.static_range(0, D, MERGE_COLUMNS):
-                        _merge_tile(
-                            partials, lse, out, sinks, head, place, part, parts, column,
-                            Q, D, SINKS, BLOCK_M, MERGE_COLUMNS,
-                        )  # fmt: skip
+                # All rows are counted with one atomic: one after the other, each would wait for memory.
+                query = tl.arange(0, BLOCK_M)
+                owners = tl.load(query_rows + first_query + query, mask=query < num_queries, other=0)
+                counts = arrived + owners * K + kv_head
+                before = tl.atomic_add(counts, 1, mask=query < num_queries, sem="acq_rel")
+                chunks = tl.load(rows + owners * _ROW_WORDS + _ROW_NUM_CHUNKS, mask=query < num_queries, other=0)
+                is_last = (query < num_queries) & (before == chunks - 1)
+                tl.store(counts, 0, mask=is_last)
+                parts = tl.where(inside, tl.gather(tl.where(is_last, chunks, 0), m // G, 0), 0)
+            if tl.max(parts, axis=0) > 0:
+                place, part = (tile_rows * Q + head).to(tl.int64) * D, first_partial.to(tl.int64) * Q + head
+                if NEW > 1:
+                    part = (first_partial.to(tl.int64) * NEW + m // G) * Q + head
+                for column in tl.static_range(0, D, MERGE_COLUMNS):
+                    _merge_tile(
+                        partials, lse, out, sinks, head, place, part, parts, column,
+                        NEW * Q, D, SINKS, BLOCK_M, MERGE_COLUMNS, MERGE,
+                    )  # fmt: skip
     if PDL:
         # Programs without work wait too: the next launch relies on this one to have waited for the previous one.
         pdl_wait()
@@ -613,6 +616,7 @@ class DecodeTuning:
     max_registers: int = 128  # per thread: a few spills cost less than a program fewer per multiprocessor
     value_pairs: bool = True  # an FP8 cache: values are loaded as pairs
     block_m: int = 16  # query heads per unit: a shared unit holds at most block_m // G rows
+    prefetch: bool = False  # with PDL: the first tile is loaded before the previous kernel has ended
 
 
 def decode_attention_tuning(
@@ -625,7 +629,8 @@ def decode_attention_tuning(
     `short_contexts`: many rows have a few hundred tokens each, so many small programs are faster. Units of one row have
     tiles of just the heads of one KV head: a tile of 16 spends a third of its instructions on empty rows. Large batches
     use tiles of 16 keys within one page: the GPU runs at its power limit, and power that attention saves lets the GEMMs
-    run at a higher clock.
+    run at a higher clock. A few rows are a matter of latency: a chunk is one tile, loaded before the wait of PDL unless
+    many heads leave too few registers.
     """
     heads = next_power_of_2(group)
     if shared_block_m:
@@ -637,6 +642,11 @@ def decode_attention_tuning(
         own = DecodeTuning(block_m=heads, block_n=16, num_warps=1, num_stages=4, max_registers=255)
     elif rows > 128 and heads <= 4:
         own = DecodeTuning(block_m=heads, block_n=16, num_warps=2, num_stages=4, max_registers=168)
+    elif rows <= _FEW_ROWS:
+        num_warps, prefetch = (4, True) if heads <= 4 else (8, False)
+        own = DecodeTuning(
+            block_n=64, num_warps=num_warps, num_stages=2, max_registers=255, block_m=heads, prefetch=prefetch
+        )
     else:
         own = DecodeTuning(block_m=heads)
     return own, own
@@ -677,6 +687,7 @@ def tuning_for(tuning: DecodeTuning, head_dim: int) -> DecodeTuning:
         num_warps=8 if tuning.block_m > 16 else 4,
         num_stages=2 if tuning.block_m > 16 else min(tuning.num_stages, 3),
         max_registers=255 if tuning.block_m > 16 else 168,
+        prefetch=False,
     )
 
 
@@ -684,6 +695,12 @@ def _merge_columns(head_dim: int, block_m: int) -> int:
     """Columns that are merged at once: a power of two that divides head_dim."""
     columns = min(head_dim & -head_dim, 128)
     return columns if block_m <= 32 else columns // 2
+
+
+def _merged_at_once(tuning: DecodeTuning, columns: int) -> int:
+    """Partial results that are loaded at the same time: 2, 4 or 8, as many as fit the registers."""
+    numbers = 32 if tuning.max_registers > 168 else 8  # of a thread
+    return min(max(numbers * 32 * tuning.num_warps // (tuning.block_m * columns), 2), 8)
 
 
 def tiles_fit(chunk: int, page_size: int, tuning: DecodeTuning) -> bool:
@@ -732,7 +749,8 @@ def decode_attention(
     q_heads = out.shape[1] // head_dim
     group = q_heads // kv_heads
     new = 1 if new_tokens is None else new_tokens.most
-    columns = min(next_power_of_2(new * group * head_dim), max(_MAX_MERGE_COLUMNS, next_power_of_2(group * head_dim)))
+    paged = not window and page_size % tuning.block_n == 0
+    merge_columns = _merge_columns(head_dim, tuning.block_m)
     pairs = scales is not None and qkv.dtype is not torch.float32 and tuning.value_pairs
     assert group * new <= tuning.block_m, f"{group * new} query heads per KV head do not fit tiles of {tuning.block_m}"
     assert new == 1 or (part == NONE_SHARED and stream is None), "rows with several new tokens share nothing"
@@ -776,15 +794,15 @@ def decode_attention(
         SCALED=scales is not None,
         SINKS=sinks is not None,
         WINDOW=window,
-        PAGED=not window and page_size % tuning.block_n == 0,
+        PAGED=paged,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         BLOCK_NEW=16,
-        COLUMNS=columns,
-        MERGE=max(1024 // columns, 2),
-        MERGE_COLUMNS=_merge_columns(head_dim, tuning.block_m),
+        MERGE=_merged_at_once(tuning, merge_columns),
+        MERGE_COLUMNS=merge_columns,
         STAGES=tuning.num_stages,
         PDL=pdl,
+        PREFETCH=tuning.prefetch and not paged,
         PART=part,
         PAIRS=pairs,
         num_warps=tuning.num_warps,
