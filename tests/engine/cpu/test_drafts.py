@@ -197,7 +197,8 @@ def test_no_draft_source_changes_the_output(changes: dict[str, Any], options: di
         found, steps[name] = outputs_with(sources, params, "ngram", **options)
         assert found == plain, name
     if not options:
-        assert steps["right"] < 12 <= 20 < steps["none"], "30 tokens, up to 8 per pass"
+        # Up to 8 tokens per pass; a few more passes if the requests arrive one after the other.
+        assert steps["right"] < 20 < steps["none"], "30 tokens"
 
 
 def test_a_draft_source_is_checked() -> None:

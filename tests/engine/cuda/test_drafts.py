@@ -131,7 +131,8 @@ def test_a_draft_source_gives_the_same_tokens_in_fewer_passes() -> None:
             job = Job(as_tokens(prompt), params, draft_source=as_tokens(source))
             return [token async for delta in llm.engine.stream(job) for token in delta.token_ids]
 
-        return await asyncio.gather(*map(one, prompts, sources))
+        # One after the other: how many passes two share depends on when they arrive.
+        return [await one(*request) for request in zip(prompts, sources, strict=True)]
 
     llm, _ = on_kernels("tiny-qwen3", draft_tokens=7, max_running=2)
     with llm:
