@@ -986,6 +986,27 @@ MUTANTS = [
         ("tests/parallel/test_cuda_pipeline.py",),
     ),
     Mutant(
+        "new pages of a decode batch that repeats are not uploaded",
+        "engine/cuda/inputs.py",
+        "            or len(plan.page_slots)\n",
+        "",
+        ("tests/engine/cuda/test_executor.py",),
+    ),
+    Mutant(
+        "a tile that was loaded before the wait is added twice",
+        "kernels/decode_attention.py",
+        "            masked = begin + BLOCK_N\n",
+        "            masked = begin\n",
+        ("tests/kernels/test_decode_attention.py",),
+    ),
+    Mutant(
+        "kernels for older GPUs use programmatic dependent launch",
+        "kernels/_triton.py",
+        "    if not INTERPRETED and tl.target_info.cuda_capability_geq(9):\n        tl.extra.cuda.gdc_wait()",
+        "    if not INTERPRETED:\n        tl.extra.cuda.gdc_wait()",
+        ("tests/kernels/test_variants.py",),
+    ),
+    Mutant(
         "the kernels of a stage are those of all layers",
         "engine/cuda/variants.py",
         "(specs[0].with_layers(shard.layers(specs[0])), *specs[1:])",

@@ -1,5 +1,7 @@
 import itertools
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -143,6 +145,16 @@ def test_heads_of_any_size_with_a_scale_and_a_soft_cap(
             scale=0.4,
             cap=3.0,
         )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 20}, {"fp8": True, "dtype": torch.float16}, {"num_fed": [2, 1, 3, 1]}]
+)
+def test_a_tile_that_is_loaded_before_the_wait_is_added_once(options: dict[str, Any]) -> None:
+    """Chunks of no, one and two tiles; and as many partial results merged at once as possible."""
+    lengths, row_slots, chunks = [0, 31, 32, 88], [3, 1, 0, 2], Chunks(min_tokens=16, max_tokens=32, target_units=1)
+    tuning = DecodeTuning(max_registers=255, prefetch=True)
+    check(4, 4, 2, 64, lengths, row_slots, chunks, tuning=tuning, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -337,6 +349,7 @@ def check(
     shared: Sharing | None = None,
     parts: tuple[int, ...] = (NONE_SHARED,),
     block_n: int = 16,
+    tuning: DecodeTuning = DecodeTuning(),  # noqa: B008  (frozen)
     defer_norm: bool = False,
     seed: int = 0,
     num_fed: list[int] | None = None,
@@ -409,7 +422,7 @@ def check(
                 workspace,
                 out,
                 window,
-                DecodeTuning(num_programs=3, block_n=block_n, block_m=block_m),
+                replace(tuning, num_programs=3, block_n=block_n, block_m=block_m),
                 part=part,
                 stream=stream,
                 new_tokens=new_tokens,
