@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,12 @@ from torch import Tensor
 
 from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
 from paceline.engine.parallel_executor import ParallelExecutor
 from paceline.engine.weight_source import WeightSource
-from paceline.kernels.decode_units import Chunks
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layout import Shard, target_shapes
@@ -37,7 +33,7 @@ from paceline.scheduler.plan import Column, Plan
 from paceline.shared_pages import SharedPages
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.cluster.disaggregated import Pair
-from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_tiles
+from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_sizes
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
 from tests.engine.cuda.test_lora import write_adapters
@@ -158,11 +154,9 @@ def engine_of(
                 EngineConfig(max_lora_rank=max_lora_rank, role=role),
                 config,
                 None,
-                tuning=small_tiles,
-                attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4)),
-                share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
                 prefill_sizes=(16,),
                 draft=draft,
+                **small_sizes(),
             )[0]
         )
     executor: Executor = TurnExecutor(executors[0])

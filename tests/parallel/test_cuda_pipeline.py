@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,10 @@ import torch
 from paceline.checks.weights import write_folder
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import _pipeline
-from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.stages import FirstCudaStage, LaterCudaStage
 from paceline.engine.engine import Engine, ModelInfo
-from paceline.kernels.decode_units import Chunks
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.registry import shape
@@ -42,7 +38,7 @@ from tests.engine.cuda.interpreted import (
     expected,
     on_kernels,
     retract_often,
-    small_tiles,
+    small_sizes,
 )
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
@@ -79,10 +75,8 @@ def stages_of(
             EngineConfig(**options),
             config,
             None,
-            tuning=small_tiles,
-            attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4)),
-            share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
             prefill_sizes=(16,),
+            **small_sizes(),
         )
         for name in ("_start", "_finish", "run_background_work"):
             setattr(executor, name, locked(getattr(executor, name)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -79,6 +80,15 @@ def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
     return LinearTuning(16, 32, 32, 1, 1, 1 if gated or columns > 64 else 2)  # few programs: each costs milliseconds
 
 
+def small_sizes(split_rule: Callable[..., SplitRule] = SplitRule) -> dict[str, Any]:
+    """Options of `build_cuda` with which tiny models have several tiles, chunks and shared units."""
+    return {
+        "tuning": small_tiles,
+        "attention": AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4), split_rule=split_rule),
+        "share_rule": partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
+    }
+
+
 def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
     overlap, model = options.pop("overlap", "on"), options.pop("model", None) or decoder(name)
     split_rule, sizes = options.pop("split_rule", SplitRule), options.pop("prefill_sizes", ())
@@ -93,11 +103,9 @@ def on_kernels(name: str, **options: Any) -> tuple[LLM, CudaExecutor]:
         EngineConfig(kv_dtype="fp8_e4m3" if fp8_kv else "auto", quantization=quantization, **lora),
         config,
         None,
-        tuning=small_tiles,
-        attention=AttentionChoices(chunks=lambda rows: Chunks(16, 64, 4), split_rule=split_rule),
-        share_rule=partial(ShareRule, chunks=(32, 16), align=4, min_pair_tokens=16),
         prefill_sizes=sizes,
         draft=draft,
+        **small_sizes(split_rule),
     )
     spec = device.model.spec
     tokenizer = synthetic_tokenizer(spec.vocab_size)
