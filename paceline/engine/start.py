@@ -30,19 +30,22 @@ from paceline.model.fetch import kernel_cache
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-_LIBCUDA = "libcuda.so.1"
+_LIBCUDA, _TORCH_CUDA = "libcuda.so.1", "libtorch_cuda.so"
 _ARGUMENTS = ("load", "shape", "seed")  # of `build_engine`, beside the options
 _INTERNAL = ("progress", "trace", "hooks", "detokenize", "role")
 
 
 def start_engine(model: str | Path | None = None, **options: Any) -> Engine:
     """`build_engine`, with the same arguments."""
-    driver = None if "torch" in sys.modules else _load_driver(options)
+    libraries = None if "torch" in sys.modules else _torch_libraries()
+    driver = None if libraries is None else _load_driver(options)
     must_compile = driver is not None and not _has_kernels(options.get("kernel_folder"))
     with closing(CompileWorkers()) if must_compile else nullcontext() as workers:
         text = None
-        if driver is not None:
-            Thread(target=_load_torch_libraries, name="paceline-torch-libraries", daemon=True).start()
+        if libraries is not None and driver is not None:
+            Thread(
+                target=_load_torch_libraries, args=(libraries,), name="paceline-torch-libraries", daemon=True
+            ).start()
             Thread(target=_create_context, args=(driver,), name="paceline-cuda-context", daemon=True).start()
             text = load_text(model, options)
         from paceline.engine.build import build_engine  # imports torch
@@ -67,16 +70,21 @@ def _load_driver(options: Mapping[str, Any]) -> ctypes.CDLL | None:
         return None
 
 
-def _load_torch_libraries() -> None:
-    """Those that know nothing of Python, and the CUDA runtime's part of the context. Importing torch finds them loaded;
-    what cannot be loaded, it reports."""
+def _torch_libraries() -> Path | None:
+    """The folder of torch's libraries; None if it is not installed, or without CUDA."""
     found = importlib.util.find_spec("torch")
     if found is None or found.origin is None:
-        return
+        return None
     folder = Path(found.origin).parent / "lib"
-    with suppress(OSError):  # torch without CUDA
+    return folder if (folder / _TORCH_CUDA).is_file() else None
+
+
+def _load_torch_libraries(folder: Path) -> None:
+    """Those that know nothing of Python, and the CUDA runtime's part of the context. Importing torch finds them loaded;
+    what cannot be loaded, it reports."""
+    with suppress(OSError):
         _load_library(folder / "libtorch_global_deps.so", os.RTLD_NOW | os.RTLD_GLOBAL)  # as torch does it
-        libraries = _load_library(folder / "libtorch_cuda.so", os.RTLD_NOW)
+        libraries = _load_library(folder / _TORCH_CUDA, os.RTLD_NOW)
         # Initializes the CUDA runtime: functions are also looked up in the libraries that this one depends on.
         libraries.cudaFree(None)
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from paceline.engine import start
 start._load_driver = lambda options: object()
 start._create_context = lambda driver: None
 start._has_kernels = lambda folder: True
+start._torch_libraries = lambda: start.Path("lib")
 load_text, found = start.load_text, []
 
 def spy(model, options):
@@ -80,7 +82,22 @@ def test_libraries_are_loaded_by_a_foreign_function() -> None:
     assert start._load_library(libc, os.RTLD_NOW).getpid() == os.getpid()
     with pytest.raises(OSError, match=r"no-such\.so"):
         start._load_library(Path("no-such.so"), os.RTLD_NOW)
-    start._load_torch_libraries()  # of a torch without CUDA: nothing happens
+    start._load_torch_libraries(Path("no-such-folder"))  # nothing happens
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_torch_without_cuda_has_nothing_to_load_early(
+    has_cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also on a machine that has a GPU and its driver."""
+    (tmp_path / "lib").mkdir()
+    if has_cuda:
+        (tmp_path / "lib" / "libtorch_cuda.so").touch()
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
+    assert start._torch_libraries() == (tmp_path / "lib" if has_cuda else None)
+    found.origin = None
+    assert start._torch_libraries() is None
 
 
 @pytest.mark.parametrize("options", [{"device": "cpu"}, {"executor": "virtual"}])
@@ -117,7 +134,8 @@ def test_mistakes_are_reported_as_ever(
     load_driver = start._load_driver
     monkeypatch.setattr(start, "_load_driver", lambda options: load_driver(options) or object())
     monkeypatch.setattr(start, "_create_context", lambda driver: None)
-    monkeypatch.setattr(start, "_load_torch_libraries", lambda: None)
+    monkeypatch.setattr(start, "_torch_libraries", lambda: Path("lib"))
+    monkeypatch.setattr(start, "_load_torch_libraries", lambda folder: None)
     monkeypatch.setattr(start, "_has_kernels", lambda folder: True)
     with pytest.raises(error, match=message):
         start_engine(**arguments)
@@ -149,7 +167,8 @@ def test_processes_that_compile_start_first_if_nothing_is_compiled(
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(start, "_load_driver", lambda options: object())
     monkeypatch.setattr(start, "_create_context", lambda driver: None)
-    monkeypatch.setattr(start, "_load_torch_libraries", lambda: None)
+    monkeypatch.setattr(start, "_torch_libraries", lambda: Path("lib"))
+    monkeypatch.setattr(start, "_load_torch_libraries", lambda folder: None)
     monkeypatch.setattr(start, "load_text", lambda model, options: events.append("text"))
     monkeypatch.setattr(start, "CompileWorkers", Workers)
     monkeypatch.setattr("paceline.engine.build.build_engine", build)
