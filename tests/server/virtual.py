@@ -33,7 +33,9 @@ def body(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
 
 @contextmanager
 def virtual(*arguments: str) -> Iterator[ServerProcess]:
-    with serving("--executor", "virtual", "--log-level", "warning", *arguments) as server:
+    # A test that the machine does not schedule for ten seconds is not a slow client.
+    patient = ("--header-s", "300")
+    with serving("--executor", "virtual", "--log-level", "warning", *patient, *arguments) as server:
         yield server
 
 
