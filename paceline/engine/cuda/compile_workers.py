@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -81,7 +82,8 @@ class CompileWorkers:
         """Ends the processes. What they do not know yet is not done; what they are doing is finished and ignored."""
         self._threads.shutdown(cancel_futures=True)
         for pipes in self._all:
-            pipes.requests.close()
+            with suppress(BrokenPipeError):  # of a process that was killed; `submit` has reported it
+                pipes.requests.close()
             pipes.results.close()
         self._process.wait()
         self._scratch.cleanup()
@@ -92,8 +94,7 @@ def _serve(ends: Sequence[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and that ends the pipes
     os.dup2(2, 1)  # what a compiler prints is not for the caller's standard output
     # Imported once, before the others are forked.
-    from paceline.engine.cuda import variants  # noqa: F401
-    from paceline.kernels import binaries  # noqa: F401
+    from paceline.engine.cuda import precompile  # noqa: F401  (its functions are called)
 
     mine = list(zip(ends[::2], ends[1::2], strict=True))
     while len(mine) > 1:

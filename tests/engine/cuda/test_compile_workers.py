@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.cuda.compile_workers import CompileWorkers
+from paceline.engine.cuda.compile_workers import CompileWorkers, WorkerDied
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,6 +31,16 @@ def test_an_error_of_a_function_is_raised_by_the_caller(workers: CompileWorkers)
     with pytest.raises(ZeroDivisionError):
         workers.submit(divmod, 1, 0).result()
     assert workers.submit(divmod, 7, 2).result() == (3, 1), "the process goes on"
+
+
+def test_processes_that_were_killed_can_be_closed() -> None:
+    """The engine starts without them: it compiles kernels as they are used."""
+    workers = CompileWorkers(1)
+    workers._process.kill()
+    workers._process.wait()
+    with pytest.raises(WorkerDied):
+        workers.submit(divmod, 7, 2).result()
+    workers.close()
 
 
 def test_the_callers_script_is_not_run_again_and_a_process_that_ends_is_noticed(tmp_path: Path) -> None:
