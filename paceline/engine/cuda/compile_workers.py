@@ -93,8 +93,9 @@ def _serve(ends: Sequence[int]) -> None:
     """In the first process: forks one for every other pair of pipes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and that ends the pipes
     os.dup2(2, 1)  # what a compiler prints is not for the caller's standard output
-    # Imported once, before the others are forked.
-    from paceline.engine.cuda import precompile  # noqa: F401  (its functions are called)
+    # Imported once, before the others are forked: what the functions that they call need.
+    from paceline.engine.cuda import variants  # noqa: F401
+    from paceline.kernels import binaries  # noqa: F401
 
     mine = list(zip(ends[::2], ends[1::2], strict=True))
     while len(mine) > 1:
