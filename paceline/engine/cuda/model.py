@@ -264,7 +264,8 @@ class CudaModel:
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
         self.max_tokens, self.max_rows = max_tokens, max_rows
         # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
-        self._tuning = few_rows_tuning if spec.num_experts and tuning is decode_tuning else tuning
+        is_default = tuning is decode_tuning
+        self._tuning = few_rows_tuning if spec.num_experts and is_default else tuning
         self._ones = torch.ones(spec.hidden_size, dtype=self.dtype, device=self.device)
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
         identity_rope[:, : spec.head_dim // 2] = 1
@@ -285,7 +286,8 @@ class CudaModel:
         elif is_plain:
             is_small = self._largest_weight() < largest
             self._max_fused_rows = _MAX_FUSED_ROWS if is_small else 1
-            self._max_summed_rows = _MAX_SUMMED_ROWS if is_small else 1
+            if is_default:
+                self._max_summed_rows = _MAX_SUMMED_ROWS if is_small else 1
 
         def empty(rows: int, columns: int, dtype: torch.dtype = self.dtype) -> Tensor:
             # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
@@ -586,9 +588,9 @@ class CudaModel:
         if rows <= self._max_summed_rows:
             return summed_tuning(weights.weight.shape[1], weights.columns, weights.gated)
         tuning = self._tuning(rows, weights.columns, weights.gated)
-        if tuning is None or weights.weight.shape[1] % (tuning.split_k * tuning.block_k):
-            return None
-        return tuning
+        if tuning is None or tuning.block_m == 1:
+            return tuning
+        return None if weights.weight.shape[1] % (tuning.split_k * tuning.block_k) else tuning
 
 
 class ForwardPass:

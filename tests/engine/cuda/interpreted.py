@@ -74,10 +74,11 @@ def decoder(name: str, **changes: Any) -> Decoder:
 
 
 def small_tiles(rows: int, columns: int, gated: bool) -> LinearTuning | None:
-    """Fused GEMMs for a tiny model, some with split-K; cuBLAS from three rows on, so that a run uses both kinds."""
-    if rows > 2:
-        return None
-    return LinearTuning(16, 32, 32, 1, 1, 1 if gated or columns > 64 else 2)  # few programs: each costs milliseconds
+    """Fused GEMMs for a tiny model: one row by sums, two by dot products, some with split-K; cuBLAS from three rows on,
+    so that a run uses all kinds. Few programs: each costs milliseconds."""
+    if rows == 1:
+        return LinearTuning(1, 64, 64, 1, 1)
+    return LinearTuning(16, 32, 32, 1, 1, 1 if gated or columns > 64 else 2) if rows == 2 else None
 
 
 def small_sizes(split_rule: Callable[..., SplitRule] = SplitRule) -> dict[str, Any]:
