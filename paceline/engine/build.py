@@ -186,6 +186,7 @@ def build_engine(
 
             ranks = RankProcesses(config.num_ranks)
             stack.callback(ranks.close)
+            stack.enter_context(ranks.explained())
             store = _connected(ranks, path, load, shape, seed, device, config, draft, scheduler_options)
             group, stages = _links(config, _backend(config, device), 0, store, device)
         kernels = None

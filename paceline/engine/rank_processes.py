@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -122,11 +122,33 @@ class RankProcesses:
         """The next report of a rank, which is of this kind. Raises what it reports instead."""
         report = self._reports[rank - 1].get()
         if isinstance(report, RankFailed):
-            raise (ConfigError if report.is_usage else RankLost)(f"rank {rank} of {self.size}: {report.message}")
+            raise self._reported(rank, report)
         if isinstance(report, PacelineError):
             raise self.failure or report  # this rank was killed because another was lost
         assert isinstance(report, kind), f"rank {rank} reports {report} instead of {kind.__name__}"
         return report
+
+    def _reported(self, rank: int, report: RankFailed) -> PacelineError:
+        return (ConfigError if report.is_usage else RankLost)(f"rank {rank} of {self.size}: {report.message}")
+
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """While the ranks are built. If one cannot be, rank 0 may see its closed connection first: what that rank has
+        reported is raised instead."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception:
+            try:
+                self.wait_failure()
+            except PacelineError:
+                for rank, reports in enumerate(self._reports, 1):
+                    while not reports.empty():
+                        if isinstance(report := reports.get(), RankFailed):
+                            raise self._reported(rank, report) from None
+                raise
+            raise
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """From now on ranks that hang are noticed, too."""
@@ -161,9 +183,9 @@ class RankProcesses:
             raise self.failure
 
     def wait_failure(self) -> None:
-        """Raises if a rank was lost, or is found to be within a second: a collective that fails is often the first
+        """Raises if a rank was lost, or is found to be within five seconds: a collective that fails is often the first
         sign of it."""
-        for _ in range(100):
+        for _ in range(500):
             self.check()
             self._closing.wait(0.01)
 

@@ -20,7 +20,7 @@ import pytest
 
 from paceline.checks.weights import write_folder
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine import rank_processes
+from paceline.engine import build, rank_processes
 from paceline.engine.output import EngineFailed
 from paceline.engine.rank_messages import RankSetup
 from paceline.engine.rank_processes import RankProcesses
@@ -186,6 +186,25 @@ def test_a_rank_that_cannot_be_built_is_reported(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="rank 1 of 2: shape is 'gone', which is not known"):
         LLM(**TINY, tp=2)
     assert not ranks_of(os.getpid())
+
+
+@pytest.mark.cluster
+def test_the_report_of_a_rank_takes_the_place_of_its_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[RankProcesses] = []
+    connect = RankProcesses.connect
+
+    def with_another_device(ranks: RankProcesses, setup: RankSetup) -> None:
+        found.append(ranks)
+        connect(ranks, msgspec.structs.replace(setup, engine_options={**setup.engine_options, "device": "gone"}))
+
+    def closed(*_: Any) -> None:
+        wait_until(lambda: found[0].failure is not None)
+        raise RuntimeError("connection closed by peer")
+
+    monkeypatch.setattr(RankProcesses, "connect", with_another_device)
+    monkeypatch.setattr(build, "_links", closed)
+    with pytest.raises(ConfigError, match="rank 1 of 2: device is 'gone'"):
+        LLM(**TINY, tp=2)
 
 
 @pytest.mark.cluster
