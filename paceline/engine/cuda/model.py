@@ -251,7 +251,8 @@ class CudaModel:
         tuning: GemmTuning = decode_tuning,
         lora: LoraSizes = LoraSizes(),  # noqa: B008  (frozen)
     ) -> None:
-        """lora: memory for so many adapters is allocated."""
+        """tuning: of all GEMMs that are not quantised. With the default, one or two rows are computed by sums, and
+        models with experts have a tuning of their own. lora: memory for so many adapters is allocated."""
         spec = decoder.spec
         check_supported(spec)
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
@@ -263,8 +264,8 @@ class CudaModel:
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
         self.max_tokens, self.max_rows = max_tokens, max_rows
-        # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
         is_default = tuning is decode_tuning
+        # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
         self._tuning = few_rows_tuning if spec.num_experts and is_default else tuning
         self._ones = torch.ones(spec.hidden_size, dtype=self.dtype, device=self.device)
         identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
