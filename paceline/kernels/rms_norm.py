@@ -117,10 +117,12 @@ def _post_norm_kernel(x, residual, weight, out, x_stride, hidden, eps, HAS_OUT: 
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < hidden
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    pdl_wait()
+    pdl_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     stream = residual + row * hidden + column
     before = tl.load(stream, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     rstd = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / hidden + eps)
     total = (before + value * rstd * scale).to(residual.dtype.element_ty)
     tl.store(stream, total, mask=inside)
@@ -131,7 +133,12 @@ def _post_norm_kernel(x, residual, weight, out, x_stride, hidden, eps, HAS_OUT: 
 
 
 def post_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor,
+    out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """residual [T, H] += norm(x [T, H]) * weight [H]; then out [T, H] = norm(residual), without a weight. Rows of x may
     be strided; residual and out are contiguous."""
@@ -148,4 +155,5 @@ def post_norm(
         HAS_OUT=out is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
+        launch_pdl=pdl,
     )

@@ -10,8 +10,8 @@ stream (kernels/linear.py); with many rows cuBLAS is faster. The weight of a nor
 the model is built. What remains of the norm is one factor per row. After a cuBLAS GEMM, attention and SiLU apply it
 when they read the GEMM's output (`defer_norm`), where they can, so that a layer takes six launches instead of eight.
 
-Where the model norms the output of a block (`norm_placement` both or post), all GEMMs are cuBLAS, and one launch norms
-the output, adds it to the residual stream and norms that for the next block:
+Where the model norms the output of a block (`norm_placement` both or post), one launch norms the output, adds it to the
+residual stream and norms that for the next block:
 
     a layer:  qkv -> attention -> out -> [norm, + x, norm] gate,up -> activation -> down -> [norm, + x, norm]
 
@@ -277,14 +277,12 @@ class CudaModel:
         self.has_quantised_experts = self.experts is not None and self.experts.has_quantised
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
-        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce, and
-        # which norms after blocks do not leave.
+        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce.
         largest = _LARGE_WEIGHT if self.experts is None else _LARGE_WEIGHT_WITH_EXPERTS
-        is_plain = self.group is None and spec.norm_placement == "pre"
         self._max_fused_rows = self._max_summed_rows = 0
-        if is_plain and self.is_quantised:
+        if self.group is None and self.is_quantised:
             self._max_fused_rows = max_small_rows(int4=self.is_int4)
-        elif is_plain:
+        elif self.group is None:
             is_small = self._largest_weight() < largest
             self._max_fused_rows = _MAX_FUSED_ROWS if is_small else 1
             if is_default:
@@ -671,15 +669,16 @@ class ForwardPass:
         if tuning is not None and self.quantised is not None:
             self.quantised.norm_linear(weights, out, small=True)
             return True
-        if tuning is None or not self.square_columns:
+        norms_row = self.model.spec.norm_placement == "pre"  # otherwise x is normed already, or needs no norm
+        if tuning is None or (norms_row and not self.square_columns):
             return False
         linear(
-            self.x,
+            self.x if norms_row else self._input(),
             weights.weight,
             out,
             tuning,
             bias=weights.bias,
-            squares=self.squares(),
+            squares=self.squares() if norms_row else None,
             eps=self.eps,
             gated=weights.gated,
             workspace=self.model._workspace if tuning.split_k > 1 else None,
@@ -693,16 +692,18 @@ class ForwardPass:
         if self.quantised is not None:
             self.quantised.norm_linear(weights, out, small=False)
             return
-        source = self.x
-        if self.norms_input and not defer_norm:
-            if not self.is_normed:
-                self.norm()
-            source = self.normed
+        source = self.x if defer_norm else self._input()
         if weights.bias is None:
             torch.mm(source, weights.weight.T, out=out)
         else:
             torch.addmm(weights.bias, source, weights.weight.T, out=out)
         self._adapt(weights, source, out)
+
+    def _input(self) -> Tensor:
+        """norm(x), or x where the model norms only the outputs of blocks."""
+        if self.norms_input and not self.is_normed:
+            self.norm()
+        return self.normed if self.norms_input else self.x
 
     def _adapt(self, weights: LinearWeights, source: Tensor, out: Tensor) -> None:
         """out += what the adapters add. Where the norm is deferred, neither has its factor yet."""
@@ -743,7 +744,14 @@ class ForwardPass:
 
     def _sum_linear(self, weights: LinearWeights, source: Tensor, group: RankGroup | None) -> Tensor:
         """linear(source), summed over ranks."""
-        out = torch.mm(source, weights.weight.T, out=self.model._partial[: len(source)])
+        out = self.model._partial[: len(source)]
+        tuning = self._tuning(weights)
+        if tuning is not None:
+            linear(
+                source, weights.weight, out, tuning, bias=weights.bias, workspace=self.model._workspace, pdl=self.pdl
+            )
+            return out
+        torch.mm(source, weights.weight.T, out=out)
         if weights.bias is not None:
             out.add_(weights.bias)
         self._adapt(weights, source, out)
@@ -751,7 +759,7 @@ class ForwardPass:
 
     def _add_normed_linear(self, weights: LinearWeights, source: Tensor, norm: Tensor) -> None:
         added = self._sum_linear(weights, source, self.model.group)
-        post_norm(added, norm, self.eps, self.x, self.normed if self.norms_input else None)
+        post_norm(added, norm, self.eps, self.x, self.normed if self.norms_input else None, pdl=self.pdl)
         self.is_normed, self.square_columns = self.norms_input, 0
 
     def _norm_qk(self, weight: Tensor) -> None:
