@@ -16,7 +16,7 @@ from paceline.kernels.int4_linear import Int4Matrix, expand_int4, int4_linear, s
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantised_linear import quantised_linear_reference
 
-LAYERS = [*LINEARS, ("14B out", 5120, 5120, False)]
+LAYERS = LINEARS
 NUM_LAYERS = 40
 ROWS = (1, 8, 16, 32, 64, 128, 256, 2048)
 # rows of a tile, rows of a weight, warps, stages, split_k (1 with a gate)

@@ -220,23 +220,40 @@ def bench_prefill() -> None:
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
-# name, N, K, gated: the linear layers of Qwen3-14B; that of attention's output is like qkv
-LINEARS = [("14B qkv", 7168, 5120, False), ("14B gate_up", 34816, 5120, True), ("14B down", 5120, 17408, False)]
-ROWS = (1, 64, 256, 2048)
+# name, N, K, gated: the linear layers of Qwen3-14B
+LINEARS = [
+    ("14B qkv", 7168, 5120, False),
+    ("14B out", 5120, 5120, False),
+    ("14B gate_up", 34816, 5120, True),
+    ("14B down", 5120, 17408, False),
+]
+ROWS = (1, 16, 32, 64, 128, 256, 2048)
 L2_BYTES = 200 << 20  # more than the L2 cache holds
-SMALL = [
-    LinearTuning(*shape)
-    for shape in [
-        (16, 32, 128, 4, 5),
-        (16, 64, 128, 4, 4),
-        (16, 128, 128, 8, 4),
-        (16, 64, 128, 4, 4, 4),
-        (64, 64, 128, 4, 4),
-        (64, 64, 128, 4, 4, 4),
-        (64, 128, 128, 8, 3),
-        (128, 64, 64, 8, 3),
-        (128, 128, 64, 8, 3),
+MAX_WIDE_ROWS = 16  # up to which activations have 16 bits
+MAX_OWN_ROWS = 256
+WIDE_ROWS = [LinearTuning(*shape) for shape in [(16, 32, 128, 4, 5), (16, 64, 128, 4, 4), (16, 64, 128, 4, 4, 4)]]
+SMALL_ROWS = [
+    LinearTuning(m, n, k, warps, stages, splits)
+    for m, n, k, warps, stages in [
+        (32, 64, 128, 4, 5),
+        (32, 128, 128, 4, 4),
+        (64, 32, 128, 4, 6),
+        (64, 64, 128, 4, 3),
+        (64, 64, 128, 4, 5),
+        (64, 64, 256, 4, 3),
+        (64, 128, 128, 4, 4),
+        (64, 128, 128, 8, 4),
+        (64, 256, 128, 8, 3),
+        (128, 64, 128, 4, 3),
+        (128, 64, 128, 4, 4),
+        (128, 64, 128, 8, 4),
+        (128, 128, 128, 8, 4),
+        (128, 128, 128, 8, 3),
+        (128, 256, 128, 8, 3),
+        (256, 64, 128, 8, 3),
+        (256, 128, 128, 8, 3),
     ]
+    for splits in (1, 2, 4)
 ]
 
 
@@ -246,24 +263,30 @@ def matrix_of(rows: int, columns: int) -> QuantisedMatrix:
 
 def small_linear(
     weight: QuantisedMatrix, rows: int, gated: bool, tuning: LinearTuning
-) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
-    columns = weight.shape[0] // (2 if gated else 1)
-    x = randn(rows, weight.shape[1]).half()
-    out = torch.full((rows, columns), torch.nan, device="cuda", dtype=torch.float16 if gated else BF16)
+) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """A GEMM, its inputs, their scales and its output. Up to 16 rows: with the gate's activation, if there is one."""
+    wide = tuning.block_m <= MAX_WIDE_ROWS
+    columns = weight.shape[0] // (2 if gated and wide else 1)
+    x, scales = randn(rows, weight.shape[1]), None
+    out = torch.full((rows, columns), torch.nan, device="cuda", dtype=torch.float16 if gated and wide else BF16)
+    if wide:
+        x = x.half()
+    else:
+        rounded, scales = torch.empty(x.shape, dtype=FP8, device="cuda"), torch.empty(rows, device="cuda")
+        quantise_rows(x, rounded, scales)
+        x = rounded
     workspace = LinearWorkspace(
         torch.empty(tuning.split_k * rows * columns, device="cuda"),
         torch.zeros(-(-rows // 16) * -(-columns // 16), dtype=torch.int32, device="cuda"),
     )
-    return lambda: quantised_linear(x, weight, out, tuning, gated=gated, workspace=workspace), x, out
+    options = {"gated": gated and wide, "workspace": workspace, "scales": scales}
+    return lambda: quantised_linear(x, weight, out, tuning, **options), x, scales, out  # type: ignore[arg-type]
 
 
-def compile_small(job: tuple[LinearTuning, bool]) -> str:
-    tuning, gated = job
-    if gated and tuning.split_k > 1:
-        return ""
+def compile_small(job: tuple[LinearTuning, bool, int]) -> str:
+    tuning, gated, columns = job
     try:
-        for columns in {columns for _, _, columns, is_gated in LINEARS if is_gated == gated}:
-            small_linear(matrix_of(2 * tuning.block_n, columns), 3, gated, tuning)[0]()
+        small_linear(matrix_of(2 * tuning.block_n, columns), 3, gated, tuning)[0]()
         torch.cuda.synchronize()
     except Exception as error:
         return f"{job}: {str(error)[:90]}"
@@ -271,11 +294,17 @@ def compile_small(job: tuple[LinearTuning, bool]) -> str:
 
 
 def check_weights() -> None:
-    for rows, gated, tuning in ((3, False, SMALL[1]), (70, True, SMALL[4]), (200, False, SMALL[7])):
+    for rows, gated, tuning in (
+        (3, False, WIDE_ROWS[2]),
+        (9, True, WIDE_ROWS[1]),
+        (30, False, LinearTuning(32, 64, 128, 4, 5)),
+        (70, False, LinearTuning(64, 64, 128, 4, 5, 2)),
+        (200, False, LinearTuning(128, 128, 128, 8, 3)),
+    ):
         weight = matrix_of(1536, 5120)
-        work, x, out = small_linear(weight, rows, gated, tuning)
+        work, x, scales, out = small_linear(weight, rows, gated, tuning)
         work()
-        error = relative_error(out, quantised_linear_reference(x, weight, gated=gated))
+        error = relative_error(out, quantised_linear_reference(x, weight, gated=gated, scales=scales))
         print(f"  {rows} rows, gated {gated}: error {error:.5f}")
         assert error < 1e-2
     weight = matrix_of(5120, 17408)
@@ -288,7 +317,7 @@ def check_weights() -> None:
     assert relative_error(scales, wanted_scales) < 1e-2
     out = torch.full((256, columns), torch.nan, device="cuda", dtype=BF16)
     scaled_mm(rounded, scales, weight, out)
-    error = relative_error(out, (rounded.double() * scales.double()[:, None]) @ weight.dequantise(torch.float64).T)
+    error = relative_error(out, quantised_linear_reference(rounded, weight, scales=scales))
     print(f"  scaled_mm: error {error:.5f}")
     assert error < 1e-2
 
@@ -303,12 +332,26 @@ def in_turn(works: list[Callable[[], object]]) -> float:
     return timed(work) / len(works)
 
 
+def tunings_of(rows: int, gated: bool) -> list[LinearTuning]:
+    if rows <= MAX_WIDE_ROWS:
+        return [one for one in WIDE_ROWS if not (gated and one.split_k > 1)]
+    if rows > MAX_OWN_ROWS:
+        return []
+    return [
+        one for one in SMALL_ROWS if one.block_m in (rows, rows // 2, max(rows, 64)) and not (gated and one.split_k > 1)
+    ]
+
+
 def bench_weights() -> None:
-    failed = compile_all(compile_small, [(tuning, gated) for tuning in SMALL for gated in (False, True)])
+    jobs = {
+        (tuning, gated, width): None
+        for _, _, width, gated in LINEARS
+        for rows in ROWS
+        for tuning in tunings_of(rows, gated)
+    }
+    failed = compile_all(compile_small, list(jobs))
     check_weights()
-    print(
-        "linear layers, µs (TB/s of weights): cuBLAS bf16 | rounding + scaled_mm, fast sums | by kind: best three tiles"
-    )
+    print("linear layers, µs (TB/s of weights): cuBLAS bf16 | rounding + scaled_mm, fast sums | own: best three tiles")
     for name, columns, width, gated in LINEARS:
         copies = max(2, -(-L2_BYTES // (columns * width // 2)))
         wide = [randn(columns, width) for _ in range(copies)]
@@ -340,10 +383,8 @@ def bench_weights() -> None:
             except Exception as error:
                 line += f" | {str(error)[:60]}"
             found = []
-            for tuning in SMALL:
-                wasteful = (tuning.block_m > 16) != (rows > 16) or (rows <= 64 < tuning.block_m)
-                too_small = rows == 2048 and tuning.block_m < 128
-                if (tuning, gated) in failed or wasteful or too_small or (gated and tuning.split_k > 1):
+            for tuning in tunings_of(rows, gated):
+                if (tuning, gated, width) in failed:
                     continue
                 try:
                     works = [small_linear(w, rows, gated, tuning)[0] for w in small]

@@ -48,14 +48,22 @@ class ExpandedWeights:
         self._weight = torch.zeros(largest if rows else 0, dtype=dtype, device=device)
 
     def norm_linear(
-        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Int4Matrix, out: Tensor
+        self,
+        source: Tensor,
+        residual: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: Int4Matrix,
+        out: Tensor,
+        *,
+        pdl: bool,
     ) -> None:
         """out = norm(source) @ weightᵀ; with `residual`, of residual += source."""
         inputs = self._rows(source)
         rms_norm(source, norm, eps, inputs, residual=residual)
         self._multiply(inputs, weight, out)
 
-    def linear(self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool) -> None:
+    def linear(self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool, pdl: bool) -> None:
         """out = source @ weightᵀ; gated: of silu(gate) * up."""
         inputs = self._rows(source, weight.shape[1])
         if gated:
@@ -63,6 +71,9 @@ class ExpandedWeights:
         else:
             inputs.copy_(source)  # float16, as kernels for few rows need it
         self._multiply(inputs, weight, out)
+
+    def uses_pdl(self, rows: int) -> bool:
+        return False  # they are cuBLAS's
 
     def load_kernel(self, weight: Int4Matrix, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once: a kernel is loaded at first use."""

@@ -308,18 +308,18 @@ class CudaModel:
             self._own_logits = empty(max_rows, max(self._widths))  # all_gather needs the same shape on every rank
         if self.group is not None or spec.norm_placement != "pre":
             self._partial = empty(max_tokens, spec.hidden_size)
+        self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
+        fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
+        widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size, 2 * ffn_size if self.is_quantised else 0)
+        self._workspace = LinearWorkspace(
+            torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
+            torch.zeros(cdiv(max(fused_rows, 16), 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
+        )
         self._quantised_buffers = None
         if self.is_quantised:
             self._quantised_buffers = QuantisedBuffers.empty(
-                spec, max_tokens, self.dtype, self.device, int4=self.is_int4
+                spec, max_tokens, self.dtype, self.device, self._workspace, int4=self.is_int4
             )
-        self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
-        fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
-        widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
-        self._workspace = LinearWorkspace(
-            torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
-            torch.zeros(cdiv(fused_rows, 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
-        )
 
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
         layer, spec = decoder.layers[index], self.spec
@@ -489,8 +489,11 @@ class CudaModel:
 
     def uses_pdl(self, num_tokens: int) -> bool:
         """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
-        (docs/log/gemms.md)."""
-        return self.fused_tuning(self.layers[0].qkv, num_tokens) is not None and self.device.type != "cpu"
+        (docs/log/gemms.md), or where those of quantised weights are ours."""
+        is_fused = self.fused_tuning(self.layers[0].qkv, num_tokens) is not None
+        quantised = self._quantised_buffers
+        is_own = quantised is not None and self.group is None and quantised.many.uses_pdl(num_tokens)
+        return (is_fused or is_own) and self.device.type != "cpu"
 
     def select(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Rows of `hidden` by `index` [N] int32."""

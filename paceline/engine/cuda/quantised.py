@@ -6,8 +6,8 @@
 
 With few rows a GEMM only reads its weight: it is converted in registers, and activations stay in 16 bits
 (kernels/quantised_linear.py, kernels/int4_linear.py). With many rows FP8 weights are multiplied with activations that
-are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. 4-bit weights are expanded
-(int4.py).
+are rounded to FP8, with a scale per row: twice the rate of 16 bits. Up to 64 rows this is our kernel, with more the
+library's. 4-bit weights are expanded (int4.py).
 
 Of a mixture of experts, only the experts are quantised (experts.py).
 
@@ -50,6 +50,8 @@ from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 
 _MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
+_MAX_ROUNDED_ROWS = 64  # rows up to which our kernel multiplies FP8 numbers; with 128 the library's is as fast
+_MIN_PROGRAMS = 200  # of a GEMM that is not split along K
 
 
 def max_small_rows(*, int4: bool) -> int:
@@ -64,16 +66,27 @@ def quantised_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
     return LinearTuning(16, 64, 128, 4, 4, 1 if weights.gated else 4)
 
 
+def rounded_tuning(rows: int, columns: int) -> LinearTuning | None:
+    """Of a GEMM of FP8 numbers; None for the library's. The fastest of 48 tiles for the linear layers of Qwen3-14B on
+    an H200 (docs/log/gemms.md)."""
+    if rows > _MAX_ROUNDED_ROWS:
+        return None
+    return LinearTuning(64, 32, 128, 4, 6, 1 if columns >= 32 * _MIN_PROGRAMS else 2)
+
+
 class ManyRows(Protocol):
     """GEMMs of many rows, with weights of one format."""
 
     def norm_linear(
-        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Any, out: Tensor
+        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Any, out: Tensor, *, pdl: bool
     ) -> None:
         """out = norm(source) @ weightᵀ; with `residual`, of residual += source."""
 
-    def linear(self, source: Tensor, weight: Any, out: Tensor, *, gated: bool) -> None:
+    def linear(self, source: Tensor, weight: Any, out: Tensor, *, gated: bool, pdl: bool) -> None:
         """out = source @ weightᵀ; gated: of silu(gate) * up."""
+
+    def uses_pdl(self, rows: int) -> bool:
+        """Whether all of its kernels can be launched with programmatic dependent launch."""
 
     def load_kernel(self, weight: Any, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once, if it is used for so many rows: a kernel is loaded at first use."""
@@ -82,25 +95,44 @@ class ManyRows(Protocol):
 class RoundedRows:
     """FP8: activations are rounded with a scale per row."""
 
-    def __init__(self, spec: ModelSpec, tokens: int, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, tokens: int, device: torch.device, workspace: LinearWorkspace) -> None:
         widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
         self._rounded = torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device)
-        self._scales = torch.ones(tokens, device=device)
+        self._scales, self._workspace = torch.ones(tokens, device=device), workspace
 
     def norm_linear(
-        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: QuantisedMatrix, out: Tensor
+        self,
+        source: Tensor,
+        residual: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: QuantisedMatrix,
+        out: Tensor,
+        *,
+        pdl: bool,
     ) -> None:
         rounded, scales = self._rows(*source.shape)
-        quantise_rows(source, rounded, scales, norm, eps, residual=residual)
-        scaled_mm(rounded, scales, weight, out)
+        quantise_rows(source, rounded, scales, norm, eps, residual=residual, pdl=pdl)
+        self._multiply(rounded, scales, weight, out, pdl)
 
-    def linear(self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool) -> None:
+    def linear(self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool, pdl: bool) -> None:
         rounded, scales = self._rows(len(source), weight.shape[1])
-        quantise_rows(source, rounded, scales, gated=gated)
-        scaled_mm(rounded, scales, weight, out)
+        quantise_rows(source, rounded, scales, gated=gated, pdl=pdl)
+        self._multiply(rounded, scales, weight, out, pdl)
+
+    def uses_pdl(self, rows: int) -> bool:
+        return rows <= _MAX_ROUNDED_ROWS
 
     def load_kernel(self, weight: QuantisedMatrix, rows: int, out: Tensor) -> None:
-        scaled_mm(*self._rows(rows, weight.shape[1]), weight, out)
+        if rounded_tuning(rows, weight.shape[0]) is None:
+            scaled_mm(*self._rows(rows, weight.shape[1]), weight, out)
+
+    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor, pdl: bool) -> None:
+        tuning = rounded_tuning(len(x), weight.shape[0])
+        if tuning is None:
+            scaled_mm(x, scales, weight, out)
+        else:
+            quantised_linear(x, weight, out, tuning, workspace=self._workspace, pdl=pdl, scales=scales)
 
     def _rows(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
         return self._rounded[: num_tokens * width].view(num_tokens, width), self._scales[:num_tokens]
@@ -116,13 +148,20 @@ class QuantisedBuffers:
 
     @classmethod
     def empty(
-        cls, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device, *, int4: bool
+        cls,
+        spec: ModelSpec,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        workspace: LinearWorkspace,
+        *,
+        int4: bool,
     ) -> QuantisedBuffers:
         few = min(tokens, max_small_rows(int4=int4))
         return cls(
             inputs=torch.zeros(few, spec.hidden_size, dtype=operand_dtype(dtype), device=device),
             partial=torch.zeros(tokens, spec.hidden_size, dtype=dtype, device=device),
-            many=ExpandedWeights(spec, tokens, dtype, device) if int4 else RoundedRows(spec, tokens, device),
+            many=ExpandedWeights(spec, tokens, dtype, device) if int4 else RoundedRows(spec, tokens, device, workspace),
         )
 
 
@@ -153,7 +192,7 @@ class QuantisedPass:
             rms_norm(source, weights.norm, self.eps, inputs, residual=residual, pdl=self.pdl)
             self._linear(inputs, weights, out)
             return
-        self.buffers.many.norm_linear(source, residual, weights.norm, self.eps, weights.quantised, out)
+        self.buffers.many.norm_linear(source, residual, weights.norm, self.eps, weights.quantised, out, pdl=self.pdl)
         if weights.bias is not None:
             out.add_(weights.bias)
 
@@ -179,7 +218,7 @@ class QuantisedPass:
 
     def _sum_many(self, weights: LinearWeights, source: Tensor, *, gated: bool = False) -> None:
         out = self.buffers.partial[: len(source)]
-        self.buffers.many.linear(source, weights.quantised, out, gated=gated)
+        self.buffers.many.linear(source, weights.quantised, out, gated=gated, pdl=self.pdl)
         if weights.bias is not None:
             out.add_(weights.bias)
         self.partial = out if self.group is None else self.group.all_reduce(out)

@@ -19,19 +19,23 @@ from tests.kernels.cases import poisoned, relative_error
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
-@pytest.mark.parametrize(("name", "fused"), [("tiny-qwen3", False), ("tiny-qwen3", True), ("tiny-qwen2", True)])
-def test_a_forward_pass_is_that_of_dequantised_weights(name: str, fused: bool) -> None:
-    """Few rows with activations as they are, many with rounded ones: against torch, which rounds the same inputs."""
+@pytest.mark.parametrize(
+    ("name", "rows"), [("tiny-qwen3", 3), ("tiny-qwen2", 3), ("tiny-qwen3", 64), ("tiny-qwen3", 20), ("tiny-qwen3", 65)]
+)
+def test_a_forward_pass_is_that_of_dequantised_weights(name: str, rows: int) -> None:
+    """Few rows with activations as they are, more with rounded ones, by our kernel and by the library's: against torch,
+    which rounds the same inputs."""
+    fused = rows == 3
     model = decoder(name)
     quantise_decoder(model, "fp8")
-    llm, device = on_kernels(name, quantization="fp8")
+    llm, device = on_kernels(name, quantization="fp8", max_batch_tokens=80)
     llm.close()
     assert device.model.is_quantised and not device.capabilities.weights
     cuda, spec = device.model, model.spec
     matrices = spec.num_parameters - spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     # A byte and a scale per row instead of four bytes, and norms and biases as before.
     assert 0.6 * 4 * matrices < cuda.saved_weight_bytes < 3 * matrices
-    tokens = torch.arange(7, 10 if fused else 27)
+    tokens = torch.arange(7, 7 + rows)
     cuda.input(len(tokens)).copy_(model.embedding[tokens])
 
     def attend(index: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
