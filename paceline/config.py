@@ -461,8 +461,8 @@ class EngineConfig:
     collectives: str = option("auto", "how the ranks of tp, or the stages of pp, exchange tensors", choices=COLLECTIVES)
     speculate: str | None = option(
         None,
-        "speculative decoding: draft tokens that are verified in the same forward pass, with the same "
-        "output; default: auto on a CPU, off on a GPU (vLLM: speculative_config; SGLang: speculative_algorithm)",
+        "speculative decoding: draft tokens that are verified in the same forward pass, with the same output; default: "
+        "auto; off with pp, and with tp on GPUs (vLLM: speculative_config; SGLang: speculative_algorithm)",
         choices=SPECULATE,
     )
     draft_model: str | None = option(

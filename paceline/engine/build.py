@@ -772,10 +772,10 @@ def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], dev
 
 
 def default_speculation(config: EngineConfig, given: Mapping[str, Any], device: str) -> str:
-    """auto on a CPU, unless other options leave no room for drafts. A GPU would have more kernels to compile at its
-    first start."""
-    if device != "cpu" or config.pp > 1 or config.role != "both":
+    """auto, unless other options leave no room for drafts; not yet with several GPUs."""
+    if device == "virtual" or config.pp > 1 or config.role != "both" or (config.tp > 1 and device == "cuda"):
         return "off"
-    rows, tokens = given.get("max_running", _CPU_DEFAULTS["max_running"]), given.get("max_batch_tokens", math.inf)
+    defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
+    rows, tokens = given.get("max_running", defaults["max_running"]), given.get("max_batch_tokens", math.inf)
     has_room = isinstance(rows, int) and isinstance(tokens, int | float) and tokens >= rows * (1 + max(DRAFT_DEPTHS))
     return "auto" if has_room else "off"

@@ -110,11 +110,14 @@ def test_itl_target_has_a_default_where_requests_are_served_by_a_gpu(
         ({"max_running": 4, "max_batch_tokens": 31}, False),
         ({"pp": 2}, False),
         ({"executor": "virtual"}, False),
-        ({"device": "cuda"}, False),
+        ({"device": "cuda"}, True),
+        ({"device": "cuda", "max_batch_tokens": 4096}, True),
+        ({"device": "cuda", "max_batch_tokens": 4095}, False),
+        ({"device": "cuda", "tp": 2}, False),
     ],
     ids=str,
 )
-def test_on_a_cpu_drafts_are_the_default_where_they_fit(options: dict[str, Any], drafts: bool) -> None:
+def test_drafts_are_the_default_where_they_fit(options: dict[str, Any], drafts: bool) -> None:
     engine_options, given = split_options(options, ())
     config = EngineConfig(**engine_options)
     device = "virtual" if config.executor == "virtual" else "cuda" if config.device == "cuda" else "cpu"
