@@ -72,6 +72,7 @@ class HostTier:
         # Of the plan being made
         self._spills: list[tuple[Pages, Pages]] = []  # device pages, host pages
         self._fetches: list[tuple[Pages, Pages]] = []
+        self._is_copied = np.zeros(config.num_host_pages, np.bool_)  # by host page
         self._num_spilled = self._num_fetched = 0
 
     # ------------------------------------------------------------------ queries
@@ -142,6 +143,7 @@ class HostTier:
         node.host_pages = self.pool.allocate(count)
         node.swap_step = step
         self._spills.append((node.pages, node.host_pages))
+        self._is_copied[node.host_pages] = True
         self._num_spilled += count
         self._counters.spilled_pages += count
         for listener in self._tree.listeners:
@@ -190,7 +192,12 @@ class HostTier:
 
     def drop(self, node: Node) -> None:
         """Frees the host pages of a node whose KV is not valid, also those that the plan being made would copy."""
-        self._spills, self._fetches = (_without(copies, node.host_pages) for copies in (self._spills, self._fetches))
+        if self._is_copied[node.host_pages].any():
+            self._is_copied[node.host_pages] = False
+            self._spills, self._fetches = (
+                [(pages[keep], hosts[keep]) for pages, hosts in copies for keep in (self._is_copied[hosts],)]
+                for copies in (self._spills, self._fetches)
+            )
         self._free_pages(node)
 
     def _free_pages(self, node: Node) -> None:
@@ -206,6 +213,7 @@ class HostTier:
     def clear(self) -> None:
         """Frees every host page. Copies for the plan being made are dropped: nothing may use their pages any more."""
         self._spills, self._fetches = [], []
+        self._is_copied[:] = False
         self._num_spilled = self._num_fetched = 0
         self._forget(self.pool.num_pages, step=-1)  # of no plan
         for one in self.reserved.values():
@@ -282,6 +290,7 @@ class HostTier:
     def fetch(self, node: Node, pages: Pages, step: int) -> None:
         """Makes `node` resident in `pages`, which are filled before the pass being planned runs."""
         self._fetches.append((pages, node.host_pages))
+        self._is_copied[node.host_pages] = True
         self._num_fetched += len(pages)
         self._counters.fetched_tokens += len(pages) * self._tree.page_size
         self._tree.make_resident(node, pages, step - 1)
@@ -295,18 +304,14 @@ class HostTier:
             return None
         self._spills, self._fetches = [], []
         self._num_spilled = self._num_fetched = 0
-        fetch_pages, fetch_hosts = _columns(fetches)
+        (spill_pages, spill_hosts), (fetch_pages, fetch_hosts) = _columns(spills), _columns(fetches)
+        self._is_copied[spill_hosts] = self._is_copied[fetch_hosts] = False
         # If a request leaves in the plan that fetched a page for it, the page may be allocated to another fetch of the
         # same plan: the last one counts.
         last = len(fetch_pages) - 1 - np.unique(fetch_pages[::-1], return_index=True)[1]
         if len(last) < len(fetch_pages):
             fetch_pages, fetch_hosts = fetch_pages[last], fetch_hosts[last]
-        return Swap(*_columns(spills), fetch_pages, fetch_hosts)
-
-
-def _without(copies: list[tuple[Pages, Pages]], dropped: Pages) -> list[tuple[Pages, Pages]]:
-    kept = [(pages, host_pages, ~np.isin(host_pages, dropped)) for pages, host_pages in copies]
-    return [(pages[keep], host_pages[keep]) for pages, host_pages, keep in kept]
+        return Swap(spill_pages, spill_hosts, fetch_pages, fetch_hosts)
 
 
 def _columns(copies: list[tuple[Pages, Pages]]) -> tuple[Pages, Pages]:
