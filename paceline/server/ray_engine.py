@@ -45,7 +45,7 @@ from paceline.server.supervisor import ChildProcess, describe_status
 log = logging.getLogger("paceline.server")
 _CLOSE_TIMEOUT_S = 5.0
 _MAX_MESSAGES = 64  # in one item of a stream
-_LEASE_S = 30.0  # added to `drain_s`: a draining replica is not renewed
+_LEASE_S = 30.0  # of a stream without jobs; with jobs `drain_s` is added: a draining replica is not renewed
 
 
 class _Delta(msgspec.Struct):
@@ -149,7 +149,7 @@ class EngineReplica:
         try:
             self._control.send(RegisterFrontEnd(name, address, reports=True))
             yield [encode(StreamStart(self._weights, self._setup.address, self._model))]
-            while self._loop.time() - self._renewed[name] < self._lease_s:
+            while self._is_renewed(name):
                 if not await socket.poll(1000):
                     continue
                 batch: list[bytes] = []
@@ -159,7 +159,8 @@ class EngineReplica:
                 for data in batch:
                     for number in ended_jobs(data):
                         self._end(name, number)
-            log.warning("%s has not renewed its stream for %.0f s: its requests are aborted", front_end, self._lease_s)
+            unseen_s = self._loop.time() - self._renewed[name]
+            log.warning("%s has not renewed its stream for %.0f s: its requests are aborted", front_end, unseen_s)
         finally:
             self._child.send(FrontEndGone(name))
             socket.close(linger=0)
@@ -169,6 +170,12 @@ class EngineReplica:
             for key in list(self._running):
                 if key[0] == name:
                     self._end(*key)
+
+    def _is_renewed(self, name: str) -> bool:
+        """Whether the front end of a stream is there. Ray may lose the cancellation of a stream that is being opened:
+        without jobs it must not keep the replica from stopping. A front end that is there opens it again."""
+        has_jobs = any(stream == name for stream, _ in self._running)
+        return self._loop.time() - self._renewed[name] < (self._lease_s if has_jobs else _LEASE_S)
 
     def _end(self, name: str, number: int) -> None:
         done = self._running.get((name, number))
