@@ -1118,6 +1118,41 @@ MUTANTS = [
         "* up",
         ("tests/kernels/test_experts.py",),
     ),
+    Mutant(
+        "host pages that are dropped are still copied",
+        "scheduler/host_tier.py",
+        "        if self._is_copied[node.host_pages].any():",
+        "        if False:",
+        ("tests/scheduler/test_nan.py",),
+    ),
+    Mutant(
+        "FP8 activations have no scale",
+        "kernels/quantised_linear.py",
+        "        acc = acc * scale[:, None]\n",
+        "        acc = acc * 1.0\n",
+        ("tests/kernels/test_quantised_linear.py",),
+    ),
+    Mutant(
+        "a fused GEMM reads hidden states without their norm where outputs of blocks are normed",
+        "engine/cuda/model.py",
+        "self.x if norms_row else self._input(),",
+        "self.x,",
+        ("tests/engine/cuda/test_executor.py",),
+    ),
+    Mutant(
+        "requests of a replica of Ray Serve that is being stopped are aborted after 30 s",
+        "server/ray_engine.py",
+        "(self._lease_s if has_jobs else _LEASE_S)",
+        "_LEASE_S",
+        ("tests/server/test_ray_engine.py",),
+    ),
+    Mutant(
+        "the first of three recorded runs is part of the fit",
+        "simulator/fit.py",
+        "counts[run.workload] < _WARMS_UP or run != first[run.workload]",
+        "True",
+        ("tests/simulator/test_fit.py",),
+    ),
 ]
 
 
