@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -351,7 +352,10 @@ def bench_weights() -> None:
     }
     failed = compile_all(compile_small, list(jobs))
     check_weights()
-    print("linear layers, µs (TB/s of weights): cuBLAS bf16 | rounding + scaled_mm, fast sums | own: best three tiles")
+    print(
+        "linear layers, µs (TB/s of weights): cuBLAS bf16 | rounding + scaled_mm, with fast sums, with one scale, with "
+        "both | own: best three tiles"
+    )
     for name, columns, width, gated in LINEARS:
         copies = max(2, -(-L2_BYTES // (columns * width // 2)))
         wide = [randn(columns, width) for _ in range(copies)]
@@ -363,23 +367,24 @@ def bench_weights() -> None:
             rounded, scales = torch.empty(rows, width, dtype=FP8, device="cuda"), torch.empty(rows, device="cuda")
             try:
                 quantise_rows(x, rounded, scales)
-                rounding = in_turn([lambda: quantise_rows(x, rounded, scales)] * 4)  # noqa: B023
-                seconds = in_turn([lambda w=w: scaled_mm(rounded, scales, w, out) for w in small])  # type: ignore[misc]  # noqa: B023
-                fast = in_turn(
-                    [
-                        lambda w=w: torch._scaled_mm(  # type: ignore[misc]
-                            rounded,  # noqa: B023
+                times = [in_turn([lambda: quantise_rows(x, rounded, scales)] * 4)]  # noqa: B023
+                one = torch.ones((), device="cuda")
+                for fast, single in ((False, False), (True, False), (False, True), (True, True)):
+                    works = [
+                        partial(
+                            torch._scaled_mm,
+                            rounded,
                             w.values.T,
-                            scale_a=scales[:, None],  # noqa: B023
-                            scale_b=w.factors[None, :],
+                            scale_a=one if single else scales[:, None],
+                            scale_b=one if single else w.factors[None, :],
                             out_dtype=BF16,
-                            use_fast_accum=True,
-                            out=out,  # noqa: B023
+                            use_fast_accum=fast,
+                            out=out,
                         )
                         for w in small
                     ]
-                )
-                line += f" | {rounding * 1e6:.1f} + {seconds * 1e6:.1f}, {fast * 1e6:.1f}"
+                    times.append(in_turn(works))
+                line += " | {:.1f} + {:.1f}, {:.1f}, {:.1f}, {:.1f}".format(*(1e6 * seconds for seconds in times))
             except Exception as error:
                 line += f" | {str(error)[:60]}"
             found = []
