@@ -58,6 +58,11 @@ class PassFeatures(msgspec.Struct, frozen=True, gc=False):
     def has_repeated(self) -> bool:
         return self.repeated_tokens > 0
 
+    @property
+    def has_page_changes(self) -> bool:
+        """Otherwise a decode batch may upload nothing."""
+        return self.num_page_changes > 0
+
 
 class FinishedRequests(msgspec.Struct, frozen=True, gc=False):
     """Requests that finished since the previous launch: host work before the next one."""
@@ -65,6 +70,10 @@ class FinishedRequests(msgspec.Struct, frozen=True, gc=False):
     num_requests: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+
+    @property
+    def has_requests(self) -> bool:
+        return self.num_requests > 0
 
     @classmethod
     def of(cls, requests: Iterable[Request]) -> FinishedRequests:

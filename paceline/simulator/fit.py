@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
 _DECODES, _PROMPTS, _DRAFTED = 20, 5, 5  # minimum number of passes for a fit; of one graph with drafts
 _FAR = 1.5  # times the prediction of a first fit: the pass loaded or compiled something
+_WARMS_UP = 3  # runs of a workload, of which the first is left out
 _COMPILED_S = 0.05  # a longer launch compiles or waits
 _ROUNDING_S = 2e-6  # accumulated rounding of recorded times
 # By whether a pass has prompt tokens and whether its rows share a prefix
@@ -94,8 +95,12 @@ class Recording:
         return replace(self, passes=passes, runs=chosen)
 
     def warm(self) -> Recording:
-        """Without runs that compile or are cut off, and without passes between runs; everything if no run is left."""
+        """Without runs that compile, warm up or are cut off, and without passes between runs; everything if no run is
+        left. The first of three or more runs of a workload warms up: libraries load kernels, graphs are captured."""
+        counts = Counter(run.workload for run in self.runs)
+        first = {run.workload: run for run in reversed(self.runs)}
         runs = [run for run in self.runs if not run.compiles]
+        runs = [run for run in runs if counts[run.workload] < _WARMS_UP or run != first[run.workload]]
         return self.only(runs) if runs else self
 
 
@@ -312,8 +317,7 @@ def _fit(every: Sequence[LoopStep], header: Header, source: str) -> Profile:
 
 
 def _draft_times(profile: Profile, passes: Sequence[RecordedPass]) -> dict[int, list[float]]:
-    """What drafts add to the time of each bucket, by drafts per row: the median of the passes with that many. Buckets
-    without any are interpolated; beyond the last one the time grows as that of as many more rows."""
+    """What drafts add to the time of each bucket, by drafts per row: the median of the passes with that many."""
     times: dict[int, list[float]] = {}
     for depth in DRAFT_DEPTHS:
         seconds: dict[int, list[float]] = defaultdict(list)
@@ -324,10 +328,7 @@ def _draft_times(profile: Profile, passes: Sequence[RecordedPass]) -> dict[int, 
         known = sorted(bucket for bucket, found in seconds.items() if len(found) >= _DRAFTED)
         if known:
             added = [max(0.0, float(np.median(seconds[bucket]))) for bucket in known]
-            rows_s = np.array([profile.draft_rows_s(bucket, depth * bucket) for bucket in profile.buckets])
-            beyond = np.maximum(0.0, rows_s - rows_s[profile.buckets.index(known[-1])])
-            more = np.where(np.array(profile.buckets) > known[-1], beyond, 0.0)
-            times[depth] = (np.interp(profile.buckets, known, added) + more).tolist()
+            times[depth] = profile.spread_drafts(depth, known, added)
     return times
 
 

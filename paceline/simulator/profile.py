@@ -41,11 +41,12 @@ HOST_TERMS = (
     "has_prompts",
     "num_joins",
     "join_tokens",
+    "has_page_changes",
     "num_page_changes",
     "num_spilled_pages",
     "num_fetched_pages",
 )
-ENDED_TERMS = ("num_requests", "prompt_tokens", "output_tokens")
+ENDED_TERMS = ("has_requests", "num_requests", "prompt_tokens", "output_tokens")
 
 
 class Linear(msgspec.Struct, frozen=True, dict=True):
@@ -111,6 +112,14 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         before, after = np.interp([bucket, tokens], self.buckets, self._rising_s)
         return float(after - before) + self._token_s * (max(last, tokens) - max(last, bucket))
 
+    def spread_drafts(self, depth: int, known: Sequence[int], seconds: Sequence[float]) -> list[float]:
+        """What `depth` drafts per row add to the time of each bucket, from those of `known` buckets: interpolated, and
+        beyond the last one growing as with as many more rows."""
+        rows_s = {bucket: self.draft_rows_s(bucket, depth * bucket) for bucket in (*self.buckets, known[-1])}
+        beyond = [max(0.0, rows_s[one] - rows_s[known[-1]]) if one > known[-1] else 0.0 for one in self.buckets]
+        found: list[float] = (np.interp(self.buckets, known, seconds) + beyond).tolist()
+        return found
+
     @property
     def _token_s(self) -> float:
         return self.prompt.per.get("num_prompt_tokens", 0.0)
@@ -171,6 +180,7 @@ def _rounded(value: Any) -> Any:
 class _Optional(msgspec.Struct, frozen=True):
     """What a fit leaves open if its recordings have no such passes."""
 
+    buckets: list[int] = []
     swap_token_s: float | None = None
     swap_source: str = ""
     draft_s: dict[int, list[float]] = {}
@@ -193,7 +203,10 @@ def keep_measured(profile: Profile, path: Path) -> Profile:
     if profile.swap_token_s is None:
         profile = msgspec.structs.replace(profile, swap_token_s=kept.swap_token_s, swap_source=kept.swap_source)
     if not profile.draft_s:
-        profile = msgspec.structs.replace(profile, draft_s=kept.draft_s)
+        drafts = kept.draft_s
+        if kept.buckets != profile.buckets:
+            drafts = {depth: profile.spread_drafts(depth, kept.buckets, seconds) for depth, seconds in drafts.items()}
+        profile = msgspec.structs.replace(profile, draft_s=drafts)
     return profile
 
 

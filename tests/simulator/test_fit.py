@@ -134,16 +134,26 @@ def test_passes_that_wait_for_their_launch_do_not_count_as_errors(tmp_path: Path
 
 def test_a_run_that_compiles_kernels_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    record(path, runs=3, compile_s=0.3, requests=200)
+    record(path, runs=2, compile_s=0.3, requests=400)
     read = Recording.read(path)
-    assert [(run.name, run.compiles) for run in read.runs] == [("run 0", True), ("run 1", False), ("run 2", False)]
+    assert [(run.name, run.compiles) for run in read.runs] == [("run 0", True), ("run 1", False)]
     warm = read.warm()
-    assert [run.name for run in warm.runs] == ["run 1", "run 2"]
+    assert [run.name for run in warm.runs] == ["run 1"]
     cold = read.only(read.runs[:1])
     assert cold.warm() == cold, "a cold run is used if there is no other"
     assert {one.step for one in warm.passes} < {one.step for one in read.passes}
     for one in replay(path, warm, fit([warm], "run").profile):
         assert abs(one.total_error) < 0.02 and abs(one.pass_error) < 0.02
+
+
+def test_the_first_of_three_runs_of_a_workload_is_left_out(tmp_path: Path) -> None:
+    record(tmp_path / "run.jsonl", runs=3, requests=50)
+    read = Recording.read(tmp_path / "run.jsonl")
+    assert [run.name for run in read.runs] == ["run 0", "run 1", "run 2"]
+    other = dataclasses.replace(read.runs[0], name="other 0")
+    with_other = dataclasses.replace(read, runs=[other, *read.runs])
+    assert [run.name for run in with_other.warm().runs] == ["other 0", "run 1", "run 2"]
+    assert [run.name for run in read.only(read.runs[:2]).warm().runs] == ["run 0", "run 1"]
 
 
 @pytest.mark.parametrize(("launch_s", "compiles"), [(0.1, False), (1.0, True)])
@@ -283,8 +293,8 @@ def test_the_shipped_14b_predicts_nano() -> None:
     work = make_workload("nano", WorkloadConfig(requests=SIZES["nano"]))
     found = simulate(work, config, load_profile("h200-qwen3-14b"))
     assert found.passes == 1024
-    assert found.seconds == pytest.approx(21.70, rel=0.05)
-    assert found.busy_s / found.passes == pytest.approx(21.15e-3, rel=0.03)
+    assert found.seconds == pytest.approx(20.87, rel=0.05)
+    assert found.busy_s / found.passes == pytest.approx(20.37e-3, rel=0.03)
 
 
 def test_a_profile_round_trips_through_a_file(tmp_path: Path) -> None:
