@@ -433,8 +433,8 @@ def _speculation() -> Report:
         ],
         "Speed-up: time per output token without drafts over that with drafts, by number of running requests, "
         f"prompts of 64 tokens, {LARGE} and {SMALL}. Acceptance: probability that a draft is right if those before it "
-        "are; tokens/row: output tokens of a decode row in a forward pass. Passes of more than 256 tokens are "
-        "an estimate: an engine has no CUDA graph for them and verifies fewer drafts.",
+        "are; tokens/row: output tokens of a decode row in a forward pass. Passes of more than 64 rows "
+        "are an estimate; for more than 512 tokens an engine has no CUDA graph and verifies fewer drafts.",
         [
             [
                 panel("14B", by_acceptance, f"Qwen3-14B, {depth} drafts"),

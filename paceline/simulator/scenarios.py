@@ -243,7 +243,7 @@ def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> Simul
 
 def cold_and_cached(max_wait: float, policy: str) -> SimulationResult:
     """22 requests a second: 70% begin with one of 4 popular prefixes of 3,000 tokens, the others with one of 60, in a
-    KV cache that holds ten. Without cache hits the GPU can serve 16 a second."""
+    KV cache that holds ten. Without cache hits the GPU can serve about 8 a second."""
     rng = np.random.default_rng(0)
     popular, rare = ([random_tokens(rng, 3000) for _ in range(count)] for count in (4, 60))
     arrivals = []
