@@ -194,11 +194,12 @@ class HostTier:
         """Frees the host pages of a node whose KV is not valid, also those that the plan being made would copy."""
         if self._is_copied[node.host_pages].any():
             self._is_copied[node.host_pages] = False
-            self._spills, self._fetches = (
-                [(pages[keep], hosts[keep]) for pages, hosts in copies for keep in (self._is_copied[hosts],)]
-                for copies in (self._spills, self._fetches)
-            )
+            self._spills, self._fetches = self._without_dropped(self._spills), self._without_dropped(self._fetches)
         self._free_pages(node)
+
+    def _without_dropped(self, copies: list[tuple[Pages, Pages]]) -> list[tuple[Pages, Pages]]:
+        kept = [self._is_copied[hosts] for _, hosts in copies]
+        return [(pages[keep], hosts[keep]) for (pages, hosts), keep in zip(copies, kept, strict=True)]
 
     def _free_pages(self, node: Node) -> None:
         for listener in self._tree.listeners:

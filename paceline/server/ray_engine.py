@@ -160,7 +160,11 @@ class EngineReplica:
                     for number in ended_jobs(data):
                         self._end(name, number)
             unseen_s = self._loop.time() - self._renewed[name]
-            log.warning("%s has not renewed its stream for %.0f s: its requests are aborted", front_end, unseen_s)
+            log.warning(
+                "%s has not renewed its stream for %.0f s: it ends, with its requests",
+                front_end,
+                unseen_s,
+            )
         finally:
             self._child.send(FrontEndGone(name))
             socket.close(linger=0)

@@ -60,20 +60,20 @@ class ExpandedWeights:
     ) -> None:
         """out = norm(source) @ weightᵀ; with `residual`, of residual += source."""
         inputs = self._rows(source)
-        rms_norm(source, norm, eps, inputs, residual=residual)
+        rms_norm(source, norm, eps, inputs, residual=residual, pdl=pdl)
         self._multiply(inputs, weight, out)
 
     def linear(self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool, pdl: bool) -> None:
         """out = source @ weightᵀ; gated: of silu(gate) * up."""
         inputs = self._rows(source, weight.shape[1])
         if gated:
-            silu_mul(source, inputs)
+            silu_mul(source, inputs, pdl=pdl)
         else:
             inputs.copy_(source)  # float16, as kernels for few rows need it
         self._multiply(inputs, weight, out)
 
     def uses_pdl(self, rows: int) -> bool:
-        return False  # they are cuBLAS's
+        return False  # cuBLAS multiplies
 
     def load_kernel(self, weight: Int4Matrix, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once: a kernel is loaded at first use."""

@@ -310,7 +310,9 @@ class CudaModel:
             self._partial = empty(max_tokens, spec.hidden_size)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
         fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
-        widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size, 2 * ffn_size if self.is_quantised else 0)
+        widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
+        if self.is_quantised and not self.is_int4:
+            widest = max(widest, 2 * ffn_size)  # whose GEMM is split along K in small models (quantised.py)
         self._workspace = LinearWorkspace(
             torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
             torch.zeros(cdiv(max(fused_rows, 16), 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
