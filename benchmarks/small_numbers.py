@@ -317,7 +317,7 @@ def check_weights() -> None:
     print(f"  rows in FP8: error {relative_error(rounded.float(), wanted.float()):.5f}")
     assert relative_error(scales, wanted_scales) < 1e-2
     out = torch.full((256, columns), torch.nan, device="cuda", dtype=BF16)
-    scaled_mm(rounded, scales, weight, out)
+    scaled_mm(rounded, weight.values, out, scales[:, None], weight.factors[None, :])
     error = relative_error(out, quantised_linear_reference(rounded, weight, scales=scales))
     print(f"  scaled_mm: error {error:.5f}")
     assert error < 1e-2

@@ -1,7 +1,8 @@
 """Rounds activations to FP8 with a scale per row, for FP8 GEMMs: as they are, after RMSNorm, or after SiLU of a gate.
 
 The row is in registers when its largest value is known, so it is read once. A norm adds to the residual stream first
-where the previous GEMM could not.
+where the previous GEMM could not. If that GEMM did not apply its scales, they are applied here, or alone by
+`apply_scales`.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.fp8 import FP8_MAX, to_fp8_reference, to_stored
 from paceline.kernels.rms_norm import rms_norm_reference
 from paceline.kernels.silu_mul import silu_mul_reference
 
 _FP8_MAX = tl.constexpr(FP8_MAX)
+_APPLY_COLUMNS = 2048  # of one program
 
 
 def quantise_rows_reference(
@@ -25,9 +27,13 @@ def quantise_rows_reference(
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    product_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 numbers and the scale of each row. residual: x is added to it in place."""
+    """FP8 numbers and the scale of each row. residual: x is added to it in place. product_scales: those of the rows and
+    columns of x, if they are not applied."""
     wide = x.float()
+    if product_scales is not None:
+        x = wide = wide * product_scales[0][:, None] * product_scales[1]
     if norm is not None:
         wide, stream = rms_norm_reference(x, norm, eps, residual)
         if residual is not None and stream is not None:
@@ -45,6 +51,7 @@ def _quantise_rows_kernel(
     x,
     residual,
     norm,
+    factors,
     out,
     scales,
     x_stride,
@@ -52,6 +59,7 @@ def _quantise_rows_kernel(
     eps,
     HAS_NORM: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -61,6 +69,9 @@ def _quantise_rows_kernel(
     pdl_wait()
     pdl_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        row_scale = tl.load(scales + row)  # that of x; overwritten below
+        value = value * row_scale * tl.load(factors + column, mask=inside, other=0.0)
     if HAS_RESIDUAL:
         stream = residual + row * width + column
         total = (value + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
@@ -71,6 +82,8 @@ def _quantise_rows_kernel(
         value = value * rstd * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
     if GATED:
         up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_FACTORS:
+            up = up * row_scale * tl.load(factors + width + column, mask=inside, other=0.0)
         value = value / (1.0 + tl.exp(-value)) * up
     scale = tl.maximum(tl.max(tl.abs(value), axis=0) / _FP8_MAX, 1.0e-12)
     tl.store(scales + row, scale)
@@ -85,16 +98,19 @@ def quantise_rows(
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """out [T, W] FP8 and scales [T] float32, of x [T, W]; gated: x is [T, 2 W], gate first. With `residual` [T, W],
-    residual += x in place, and the norm is that of the sum."""
+    residual += x in place, and the norm is that of the sum. With `factors` float32, one per column of x, x is first
+    multiplied by them and by `scales`, which then still has those of its rows."""
     tokens, width = out.shape
     block = next_power_of_2(width)
     _quantise_rows_kernel[(tokens,)](
         x,
         x if residual is None else residual,
         x if norm is None else norm,
+        scales if factors is None else factors,
         out,
         scales,
         x.stride(0),
@@ -102,8 +118,30 @@ def quantise_rows(
         eps,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_FACTORS=factors is not None,
         GATED=gated,
         BLOCK=block,
         num_warps=min(max(block // 1024, 1), 16),
         launch_pdl=pdl,
+    )
+
+
+@launched
+@triton.jit
+def _apply_scales_kernel(x, scales, factors, x_stride, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = x + row * x_stride + column
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32) * tl.load(scales + row)
+    value = value * tl.load(factors + column, mask=inside, other=0.0)
+    tl.store(place, value.to(x.dtype.element_ty), mask=inside)
+
+
+def apply_scales(x: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> None:
+    """x [T, W] *= scales [T, 1] * factors [W], in place; both are float32."""
+    tokens, width = x.shape
+    block = min(next_power_of_2(width), _APPLY_COLUMNS)
+    _apply_scales_kernel[(tokens, cdiv(width, block))](
+        x, scales, factors, x.stride(0), width, BLOCK=block, num_warps=max(block // 512, 1)
     )

@@ -662,7 +662,7 @@ class ForwardPass:
     def _add_partial(self) -> None:
         """Adds to x what the next norm would add."""
         if self.quantised is not None:
-            self.partial, self.quantised.partial = self.quantised.partial, None
+            self.partial = self.quantised.take_partial()
         if self.partial is not None:
             self.x.add_(self.partial)
             self.partial = None
@@ -797,7 +797,7 @@ class ForwardPass:
         """normed = norm(x), after adding to x what ranks have summed. weight: if it is not folded into what follows."""
         weight = self.model._ones if weight is None else weight
         if self.quantised is not None:
-            self.partial, self.quantised.partial = self.quantised.partial, None
+            self.partial = self.quantised.take_partial()
         if self.partial is None:
             rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
         else:

@@ -7,7 +7,8 @@
 With few rows a GEMM only reads its weight: it is converted in registers, and activations stay in 16 bits
 (kernels/quantised_linear.py, kernels/int4_linear.py). With many rows FP8 weights are multiplied with activations that
 are rounded to FP8, with a scale per row: twice the rate of 16 bits. Up to 64 rows this is our kernel, with more the
-library's. 4-bit weights are expanded (int4.py).
+library's. Its fastest kernels for up to 1,024 rows know one scale per matrix only: they multiply without scales, and
+the kernel that reads their output applies those of rows and columns (`factors`). 4-bit weights are expanded (int4.py).
 
 Of a mixture of experts, only the experts are quantised (experts.py).
 
@@ -40,7 +41,7 @@ from paceline.kernels.expert_weights import (
 )
 from paceline.kernels.int4_linear import Int4Matrix, int4_linear, pack_int4, quantise_int4
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-from paceline.kernels.quantise_rows import quantise_rows
+from paceline.kernels.quantise_rows import apply_scales, quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.model.decoder import Decoder, Experts, Mlp
@@ -51,6 +52,8 @@ from paceline.model.spec import ModelSpec
 
 _MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
 _MAX_ROUNDED_ROWS = 64  # rows up to which our kernel multiplies FP8 numbers; with 128 the library's is as fast
+_MAX_UNSCALED_ROWS = 1024  # rows up to which the library's kernel without scales is faster
+_FASTER_ROWS = {192: 208}  # instead of rows for which the library chooses a slow kernel (docs/log/gemms.md)
 _MIN_PROGRAMS = 200  # of a GEMM that is not split along K
 
 
@@ -74,16 +77,43 @@ def rounded_tuning(rows: int, columns: int) -> LinearTuning | None:
     return LinearTuning(64, 32, 128, 4, 6, 1 if columns >= 32 * _MIN_PROGRAMS else 2)
 
 
+def with_rows(rows: int, *tensors: Tensor) -> Sequence[Tensor]:
+    """So many rows of the buffers that these tensors [T, W] begin; the tensors themselves if a buffer has fewer."""
+    ends = (one.storage_offset() + rows * one.shape[1] for one in tensors)
+    sizes = (one.untyped_storage().nbytes() // one.element_size() for one in tensors)
+    if any(end > size for end, size in zip(ends, sizes, strict=True)):
+        return tensors
+    return [one.as_strided((rows, one.shape[1]), one.stride()) for one in tensors]
+
+
 class ManyRows(Protocol):
-    """GEMMs of many rows, with weights of one format."""
+    """GEMMs of many rows, with weights of one format.
+
+    One that does not apply its scales returns the factors of the columns of its output; otherwise None. Whoever reads
+    the output next applies them, and the scales of the rows: the next GEMM, which gets the factors, or `apply_scales`.
+    """
 
     def norm_linear(
-        self, source: Tensor, residual: Tensor | None, norm: Tensor, eps: float, weight: Any, out: Tensor, *, pdl: bool
-    ) -> None:
-        """out = norm(source) @ weightᵀ; with `residual`, of residual += source."""
+        self,
+        source: Tensor,
+        residual: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        weight: Any,
+        out: Tensor,
+        *,
+        factors: Tensor | None,
+        pdl: bool,
+    ) -> Tensor | None:
+        """out = norm(source) @ weightᵀ; with `residual`, of residual += source. factors: those of `source`."""
 
-    def linear(self, source: Tensor, weight: Any, out: Tensor, *, gated: bool, pdl: bool) -> None:
-        """out = source @ weightᵀ; gated: of silu(gate) * up."""
+    def linear(
+        self, source: Tensor, weight: Any, out: Tensor, *, gated: bool, factors: Tensor | None, pdl: bool
+    ) -> Tensor | None:
+        """out = source @ weightᵀ; gated: of silu(gate) * up. factors: those of `source`."""
+
+    def apply_scales(self, out: Tensor, factors: Tensor) -> None:
+        """Of the last GEMM, to its output."""
 
     def uses_pdl(self, rows: int) -> bool:
         """Whether all of its kernels can be launched with programmatic dependent launch."""
@@ -99,6 +129,7 @@ class RoundedRows:
         widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
         self._rounded = torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device)
         self._scales, self._workspace = torch.ones(tokens, device=device), workspace
+        self._one = torch.ones((), device=device)
 
     def norm_linear(
         self,
@@ -109,30 +140,41 @@ class RoundedRows:
         weight: QuantisedMatrix,
         out: Tensor,
         *,
+        factors: Tensor | None,
         pdl: bool,
-    ) -> None:
+    ) -> Tensor | None:
         rounded, scales = self._rows(*source.shape)
-        quantise_rows(source, rounded, scales, norm, eps, residual=residual, pdl=pdl)
-        self._multiply(rounded, scales, weight, out, pdl)
+        quantise_rows(source, rounded, scales, norm, eps, residual=residual, factors=factors, pdl=pdl)
+        return self._multiply(rounded, scales, weight, out, pdl)
 
-    def linear(self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool, pdl: bool) -> None:
+    def linear(
+        self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool, factors: Tensor | None, pdl: bool
+    ) -> Tensor | None:
         rounded, scales = self._rows(len(source), weight.shape[1])
-        quantise_rows(source, rounded, scales, gated=gated, pdl=pdl)
-        self._multiply(rounded, scales, weight, out, pdl)
+        quantise_rows(source, rounded, scales, gated=gated, factors=factors, pdl=pdl)
+        return self._multiply(rounded, scales, weight, out, pdl)
+
+    def apply_scales(self, out: Tensor, factors: Tensor) -> None:
+        apply_scales(out, self._scales[: len(out)], factors)
 
     def uses_pdl(self, rows: int) -> bool:
         return rows <= _MAX_ROUNDED_ROWS
 
     def load_kernel(self, weight: QuantisedMatrix, rows: int, out: Tensor) -> None:
         if rounded_tuning(rows, weight.shape[0]) is None:
-            scaled_mm(*self._rows(rows, weight.shape[1]), weight, out)
+            self._multiply(*self._rows(rows, weight.shape[1]), weight, out, pdl=False)
 
-    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor, pdl: bool) -> None:
+    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor, pdl: bool) -> Tensor | None:
         tuning = rounded_tuning(len(x), weight.shape[0])
-        if tuning is None:
-            scaled_mm(x, scales, weight, out)
-        else:
+        if tuning is not None:
             quantised_linear(x, weight, out, tuning, workspace=self._workspace, pdl=pdl, scales=scales)
+        elif len(x) > _MAX_UNSCALED_ROWS or out.dtype is torch.float16:  # which sums without scales overflow
+            scaled_mm(x, weight.values, out, scales[:, None], weight.factors[None, :])
+        else:
+            x, out = with_rows(_FASTER_ROWS.get(len(x), len(x)), x, out)
+            scaled_mm(x, weight.values, out, self._one, self._one)
+            return weight.factors
+        return None
 
     def _rows(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
         return self._rounded[: num_tokens * width].view(num_tokens, width), self._scales[:num_tokens]
@@ -172,7 +214,8 @@ def operand_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(slots=True, eq=False)
 class QuantisedPass:
-    """The linear layers of one forward pass. `x` is its residual stream; `partial` is not yet added to it."""
+    """The linear layers of one forward pass. `x` is its residual stream; `partial` is not yet added to it. `factors`
+    are those of the last GEMM's output, if its scales are not applied yet."""
 
     x: Tensor
     buffers: QuantisedBuffers
@@ -181,6 +224,7 @@ class QuantisedPass:
     eps: float
     pdl: bool
     partial: Tensor | None = None
+    factors: Tensor | None = None
 
     def norm_linear(self, weights: LinearWeights, out: Tensor, *, small: bool) -> None:
         """out = linear(norm(x)), with the gate's activation if `small`. `partial` is added to x first."""
@@ -192,7 +236,10 @@ class QuantisedPass:
             rms_norm(source, weights.norm, self.eps, inputs, residual=residual, pdl=self.pdl)
             self._linear(inputs, weights, out)
             return
-        self.buffers.many.norm_linear(source, residual, weights.norm, self.eps, weights.quantised, out, pdl=self.pdl)
+        options = (source, residual, weights.norm, self.eps, weights.quantised, out)
+        self.factors = self.buffers.many.norm_linear(*options, factors=self.factors, pdl=self.pdl)
+        if weights.bias is not None or not weights.gated:  # attention does not apply them
+            self._apply_scales(out)
         if weights.bias is not None:
             out.add_(weights.bias)
 
@@ -218,10 +265,25 @@ class QuantisedPass:
 
     def _sum_many(self, weights: LinearWeights, source: Tensor, *, gated: bool = False) -> None:
         out = self.buffers.partial[: len(source)]
-        self.buffers.many.linear(source, weights.quantised, out, gated=gated, pdl=self.pdl)
+        many = self.buffers.many
+        self.factors = many.linear(source, weights.quantised, out, gated=gated, factors=self.factors, pdl=self.pdl)
+        if weights.bias is not None or self.group is not None:
+            self._apply_scales(out)
         if weights.bias is not None:
             out.add_(weights.bias)
         self.partial = out if self.group is None else self.group.all_reduce(out)
+
+    def take_partial(self) -> Tensor | None:
+        """`partial`, which the caller adds to x."""
+        partial, self.partial = self.partial, None
+        if partial is not None:
+            self._apply_scales(partial)
+        return partial
+
+    def _apply_scales(self, out: Tensor) -> None:
+        if self.factors is not None:
+            self.buffers.many.apply_scales(out, self.factors)
+            self.factors = None
 
 
 def load_library_kernels(
@@ -326,17 +388,18 @@ def keep_mxfp4_experts(tensor: Mxfp4Tensor, num_experts: int) -> Mxfp4Experts:
     return pack_mxfp4(blocks, scales)
 
 
-def scaled_mm(x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -> None:
-    """out [M, N] = (x * scales) @ weightᵀ, of FP8 numbers."""
+def scaled_mm(x: Tensor, weight: Tensor, out: Tensor, scales: Tensor, factors: Tensor) -> None:
+    """out [M, N] = x @ weightᵀ * scales * factors, of FP8 numbers. scales are [M, 1] and factors [1, N], or both are
+    scalars."""
     if x.device.type == "cuda":
         torch._scaled_mm(
             x,
-            weight.values.T,
-            scale_a=scales[:, None],
-            scale_b=weight.factors[None, :],
+            weight.T,
+            scale_a=scales,
+            scale_b=factors,
             out_dtype=out.dtype,
             use_fast_accum=False,  # sums of 128 numbers in the tensor core, then in float32
             out=out,
         )
     elif x.device.type == "cpu":
-        out.copy_(x.float() @ weight.values.float().T * scales[:, None] * weight.factors)
+        out.copy_(x.float() @ weight.float().T * scales * factors)

@@ -9,8 +9,9 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build import choose_precision
-from paceline.engine.cuda.quantised import quantise_decoder, scaled_mm
-from paceline.kernels.quantise_rows import quantise_rows, quantise_rows_reference
+from paceline.engine.cuda import quantised
+from paceline.engine.cuda.quantised import quantise_decoder, scaled_mm, with_rows
+from paceline.kernels.quantise_rows import apply_scales, quantise_rows, quantise_rows_reference
 from paceline.kernels.quantised_linear import quantise_fp8
 from paceline.kernels.silu_mul import silu_mul_reference
 from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
@@ -20,11 +21,23 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [("tiny-qwen3", 3), ("tiny-qwen2", 3), ("tiny-qwen3", 64), ("tiny-qwen3", 20), ("tiny-qwen3", 65)]
+    ("name", "rows"),
+    [
+        ("tiny-qwen3", 3),
+        ("tiny-qwen2", 3),
+        ("tiny-qwen3", 64),
+        ("tiny-qwen3", 20),
+        ("tiny-qwen3", 65),
+        ("tiny-qwen2", 65),
+        ("tiny-qwen3", 72),
+        ("tiny-qwen3", 76),
+    ],
 )
-def test_a_forward_pass_is_that_of_dequantised_weights(name: str, rows: int) -> None:
-    """Few rows with activations as they are, more with rounded ones, by our kernel and by the library's: against torch,
-    which rounds the same inputs."""
+def test_a_forward_pass_is_that_of_dequantised_weights(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows with activations as they are, more with rounded ones: by our kernel, by the library's without scales
+    (72: with more rows), and by the library's (76). Against torch, which rounds the same inputs."""
+    monkeypatch.setattr(quantised, "_FASTER_ROWS", {72: 74})
+    monkeypatch.setattr(quantised, "_MAX_UNSCALED_ROWS", 75)
     fused = rows == 3
     model = decoder(name)
     quantise_decoder(model, "fp8")
@@ -80,29 +93,47 @@ def test_requests_are_answered_with_fp8_weights_and_kv() -> None:
         assert device.stats.passes > 4
 
 
+@pytest.mark.parametrize("is_product", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "norm", "residual", "gated"])
-def test_rows_are_rounded_with_a_scale_of_their_own(kind: str) -> None:
+def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_product: bool) -> None:
+    """is_product: of a GEMM that has not applied its scales."""
     torch.manual_seed(1)
     width, rows = 40, 5
     x = torch.randn(rows, width * (2 if kind == "gated" else 1)) * torch.tensor([1, 20, 1e-6, 0, 1])[:, None]
     norm = torch.rand(width) + 0.5 if kind in ("norm", "residual") else None
     residual = torch.randn(rows, width) if kind == "residual" else None
     stream = None if residual is None else residual.clone()
-    wanted, wanted_scales = quantise_rows_reference(x, norm, 1e-6, kind == "gated", residual)
+    product_scales = (torch.rand(rows) + 0.5, torch.rand(x.shape[1]) + 0.5) if is_product else None
+    wanted, wanted_scales = quantise_rows_reference(x, norm, 1e-6, kind == "gated", residual, product_scales)
     out = torch.full((rows, width), 7.0).to(torch.float8_e4m3fn)
-    scales = poisoned(rows, dtype=torch.float32)
-    quantise_rows(x, out, scales, norm, 1e-6, kind == "gated", stream)
+    scales, factors = (poisoned(rows, dtype=torch.float32), None) if product_scales is None else product_scales
+    quantise_rows(x, out, scales, norm, 1e-6, kind == "gated", stream, factors)
     assert relative_error(scales, wanted_scales) < 1e-6
     assert relative_error(out.float(), wanted.float()) < 2e-3, "only numbers between two may be rounded otherwise"
     if residual is not None and stream is not None:
-        assert torch.equal(stream, residual)
+        assert relative_error(stream, residual) < 1e-6
+
+
+def test_scales_are_applied_to_a_product() -> None:
+    x, scales, factors = torch.randn(3, 2100)[:, :2070], torch.rand(3), torch.rand(2070)
+    wanted = x * scales[:, None] * factors
+    apply_scales(x, scales, factors)
+    assert relative_error(x, wanted) < 1e-6
+
+
+def test_rows_of_a_buffer_are_added_if_it_has_them() -> None:
+    buffer = torch.arange(20.0).view(5, 4)
+    more, out = with_rows(5, buffer[:3], torch.zeros(6, 2)[:3])
+    assert torch.equal(more, buffer) and out.shape == (5, 2)
+    assert [len(one) for one in with_rows(6, buffer[:3], torch.zeros(6, 2)[:3])] == [3, 3]
+    assert [len(one) for one in with_rows(4, buffer[2:], torch.zeros(6, 2)[:3])] == [3, 3]
 
 
 def test_a_gemm_of_fp8_numbers_applies_both_scales() -> None:
     weight = quantise_fp8(torch.randn(6, 16))
     x, scales = quantise_rows_reference(torch.randn(3, 16))
     out = torch.empty(3, 6)
-    scaled_mm(x, scales, weight, out)
+    scaled_mm(x, weight.values, out, scales[:, None], weight.factors[None, :])
     assert relative_error(out, (x.float() * scales[:, None]) @ weight.dequantise().T) < 1e-6
 
 
