@@ -1,6 +1,6 @@
 """Number formats with fewer than 16 bits on a GPU: are the kernels correct at real shapes, and how fast are they?
 
-    python benchmarks/small_numbers.py [kv] [prefill] [weights] [int4]
+    python benchmarks/small_numbers.py [kv] [prefill] [weights] [rows] [int4]
 
 Prints a line per case: the time in bfloat16, the time in the small format, the bytes that are read per second. Every
 part that fails prints its traceback, and the others still run.
@@ -229,6 +229,7 @@ LINEARS = [
     ("14B down", 5120, 17408, False),
 ]
 ROWS = (1, 16, 32, 64, 128, 256, 2048)
+LIBRARY_ROWS = (80, 96, 112, 128, 160, 176, 192, 208, 224, 256, 384, 512, 1024, 2048, 4096, 8192)
 L2_BYTES = 200 << 20  # more than the L2 cache holds
 MAX_WIDE_ROWS = 16  # up to which activations have 16 bits
 MAX_OWN_ROWS = 256
@@ -406,6 +407,30 @@ def bench_weights() -> None:
         del wide, small
 
 
+def bench_rows() -> None:
+    """The library's FP8 GEMM with scales of rows and columns, and with one scale, by number of rows: all four matrices
+    of a layer."""
+    print("library, µs per layer:  rows   scales of rows and columns   one scale   each matrix with one scale")
+    one = torch.ones((), device="cuda")
+    small = {
+        name: [matrix_of(columns, width) for _ in range(max(2, -(-L2_BYTES // (columns * width // 2))))]
+        for name, columns, width, _ in LINEARS
+    }
+    for rows in LIBRARY_ROWS:
+        times: list[list[float]] = [[], []]
+        for name, columns, width, _ in LINEARS:
+            x, scales = randn(rows, width).to(FP8), torch.ones(rows, 1, device="cuda")
+            out = torch.empty(rows, columns, device="cuda", dtype=BF16)
+            for found, single in zip(times, (False, True), strict=True):
+                works = [
+                    partial(scaled_mm, x, w.values, out, one if single else scales, one if single else w.factors[None])
+                    for w in small[name]
+                ]
+                found.append(in_turn(works))
+        each = " ".join(f"{seconds * 1e6:.1f}" for seconds in times[1])
+        print(f"{rows:28} {sum(times[0]) * 1e6:28.1f} {sum(times[1]) * 1e6:11.1f}   {each}", flush=True)
+
+
 def bench_int4() -> None:
     from benchmarks import int4_weights  # uses functions of this module
 
@@ -416,6 +441,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "kv": bench_kv,
     "prefill": bench_prefill,
     "weights": bench_weights,
+    "rows": bench_rows,
     "int4": bench_int4,
 }
 

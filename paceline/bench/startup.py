@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.bench.first_token import FOUND
 from paceline.bench.runner import BenchRunner
-from paceline.bench.workloads import OfflineWorkload, gsp_offline, nano, structured, sweep, zipf
+from paceline.bench.workloads import OfflineWorkload, gsp_offline, long_prompts, nano, structured, sweep, zipf
 from paceline.engine.timeline import Timeline
 from paceline.llm import LLM
 from paceline.model.fetch import cache_folder
@@ -134,7 +134,7 @@ def run_first_uses(runner: BenchRunner) -> None:
     llm = runner.load_cold()
     uses = {
         name: _uses([_timed(runner, work.shifted(17 * number), name) for number in range(3)])
-        for name, work in {"nano": nano(), "gsp": gsp_offline(), "zipf": zipf()}.items()
+        for name, work in {"nano": nano(), "gsp": gsp_offline(), "zipf": zipf(), "prompts": long_prompts()}.items()
     }
     for name, change in _features(llm).items():
         uses[name] = _uses([_timed(runner, change(sweep(8, 32, 31 * number)), name) for number in range(3)])
