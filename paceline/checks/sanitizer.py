@@ -17,7 +17,8 @@ from paceline.request import SamplingParams
 
 
 def run_tiny(setup: CheckSetup) -> CheckResult:
-    """Prefill, decode and an embedding on two layers, with a shared prefix: small enough for compute-sanitizer."""
+    """Prefill, decode, drafts and an embedding on two layers, with a shared prefix: small enough for
+    compute-sanitizer."""
     spec, rng = replace(setup.spec(2), vocab_size=2048), random.Random(1)
     shared = random_prompts(rng, spec.vocab_size, 1, 80)[0]
     prompts = [shared + own for own in random_prompts(rng, spec.vocab_size, 3, 20)]
@@ -28,6 +29,7 @@ def run_tiny(setup: CheckSetup) -> CheckResult:
         "max_batch_tokens": 128,
         "max_prefill_tokens": 128,
         "chunk_tokens": 64,
+        "draft_tokens": 7,
     }
     with setup.llm(spec, kv_tokens=2048, **options) as llm:
         params = [
@@ -36,8 +38,12 @@ def run_tiny(setup: CheckSetup) -> CheckResult:
             *greedy([3]),
         ]
         found = sum(map(len, tokens_of(llm, prompts, params)))
+        # One token again and again: all drafts are right. Four rows, then one.
+        repeating = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logit_bias={7: 100.0})
+        found += sum(map(len, tokens_of(llm, prompts[:5], [repeating] * 5)))
         llm.embed(prompts[-1])
-    return CheckResult(found == 23, f"{found} of 23 tokens")
+        num_accepted = llm.engine.scheduler.counters.accepted_tokens
+    return CheckResult(found == 83 and num_accepted > 0, f"{found} of 83 tokens, {num_accepted} accepted drafts")
 
 
 def run_sanitizer(command: Sequence[str]) -> CheckResult:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.kernels._triton import cdiv, launched, next_power_of_2, pdl_launch_dependents, pdl_wait, tl, triton
+from paceline.kernels._triton import cdiv, launched, next_power_of_2, tl, triton
 from paceline.kernels.fp8 import FP8_MAX, to_fp8_reference, to_stored
 from paceline.kernels.rms_norm import rms_norm_reference
 from paceline.kernels.silu_mul import silu_mul_reference
@@ -66,8 +66,6 @@ def _quantise_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
-    pdl_wait()
-    pdl_launch_dependents()
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTORS:
         row_scale = tl.load(scales + row)  # that of x; overwritten below
@@ -99,7 +97,6 @@ def quantise_rows(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     factors: torch.Tensor | None = None,
-    pdl: bool = False,
 ) -> None:
     """out [T, W] FP8 and scales [T] float32, of x [T, W]; gated: x is [T, 2 W], gate first. With `residual` [T, W],
     residual += x in place, and the norm is that of the sum. With `factors` float32, one per column of x, x is first
@@ -122,7 +119,6 @@ def quantise_rows(
         GATED=gated,
         BLOCK=block,
         num_warps=min(max(block // 1024, 1), 16),
-        launch_pdl=pdl,
     )
 
 

@@ -1,10 +1,8 @@
-"""GEMMs with FP8 weights for the rows of decode batches.
+"""GEMMs with FP8 weights and 16-bit activations, for few rows: weights are converted in registers.
 
-They take as long as reading their weight, so half the bytes is what counts. With few rows, activations are float16
-(RMSNorm writes them so): a weight becomes a float16 without rounding, by one instruction for two, and the result is
-that of the dequantised weights, up to the order of the sums. With more rows this conversion would take longer than
-reading: activations are FP8, too, with a scale per row (quantise_rows.py), and are multiplied as they are. Tensor cores
-keep 14 bits of a sum of FP8 products, so a sum of 128 products is added to one in float32.
+They take as long as reading their weight, so half the bytes is what counts. Activations are float16 (RMSNorm writes
+them so): a weight becomes a float16 without rounding, by one instruction for two, and the result is that of the
+dequantised weights, up to the order of the sums. With more rows this conversion would take longer than reading.
 
 As in linear.py, the activation of a gate, a bias and the residual add are part of the kernel, and split_k has a fixed
 order.
@@ -23,8 +21,6 @@ import torch
 from paceline.kernels._triton import cdiv, launched, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.fp8 import FP8, to_operand
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-
-_TENSOR_CORE_SUM = tl.constexpr(128)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,12 +64,9 @@ def quantised_linear_reference(
     bias: torch.Tensor | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """In float64."""
     out = x.double() @ weight.dequantise(torch.float64).T
-    if scales is not None:
-        out *= scales.double()[:, None]
     if bias is not None:
         out += bias.double()
     if gated:
@@ -136,7 +129,6 @@ def store_sums(
 @triton.jit(do_not_specialize=["M"])
 def _quantised_linear_kernel(
     x,
-    scales,
     weight,
     factors,
     bias,
@@ -148,7 +140,6 @@ def _quantised_linear_kernel(
     N,
     x_stride,
     K: tl.constexpr,
-    SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     SPLIT_K: tl.constexpr,
@@ -176,8 +167,6 @@ def _quantised_linear_kernel(
     kind: tl.constexpr = x.dtype.element_ty
     pdl_wait()
     pdl_launch_dependents()
-    if SCALED:
-        scale = tl.load(scales + m, mask=inside_m, other=0.0)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     k = tl.arange(0, BLOCK_K)
     weights = weight + (row.to(tl.int64) * K)[:, None] + k[None, :]
@@ -191,15 +180,9 @@ def _quantised_linear_kernel(
             inside_k = (start + k < K)[None, :]
             a = tl.load(inputs + start, mask=inside_m[:, None] & inside_k, other=0.0)
             w = tl.load(weights + start, mask=inside_w[:, None] & inside_k, other=0.0)
-        if SCALED:
-            acc = tl.dot(a, tl.trans(w), acc, max_num_imprecise_acc=_TENSOR_CORE_SUM)
-        else:
-            acc = tl.dot(a, tl.trans(w.to(kind)), acc)
-    acc = acc * factor[None, :]
-    if SCALED:
-        acc = acc * scale[:, None]
+        acc = tl.dot(a, tl.trans(w.to(kind)), acc)
     store_sums(
-        acc,
+        acc * factor[None, :],
         bias,
         residual,
         out,
@@ -226,12 +209,10 @@ def quantised_linear(
     residual: torch.Tensor | None = None,
     workspace: LinearWorkspace | None = None,
     pdl: bool = False,
-    scales: torch.Tensor | None = None,
 ) -> None:
     """out [M, N] = f(x [M, K] @ weight [N, K]ᵀ + bias [N]) + residual [M, N], as `linear` without a norm.
 
-    x is float16 (or float32, in tests), or FP8 times the scales [M] of its rows. out may be residual. A gate needs
-    split_k = 1.
+    x is float16 (or float32, in tests). out may be residual. A gate needs split_k = 1.
     """
     rows, width = x.shape
     columns = out.shape[1]
@@ -239,7 +220,6 @@ def quantised_linear(
     assert t.split_k == 1 or (workspace is not None and not gated), "split_k needs a workspace and excludes a gate"
     _quantised_linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](
         x,
-        weight.factors if scales is None else scales,
         weight.values,
         weight.factors,
         x if bias is None else bias,
@@ -251,7 +231,6 @@ def quantised_linear(
         columns,
         x.stride(0),
         K=width,
-        SCALED=scales is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         SPLIT_K=t.split_k,

@@ -57,30 +57,24 @@ class ExpandedWeights:
         out: Tensor,
         *,
         factors: Tensor | None,
-        pdl: bool,
     ) -> None:
         """out = norm(source) @ weightᵀ; with `residual`, of residual += source. There are no factors: scales are those
         of the weight."""
         inputs = self._rows(source)
-        rms_norm(source, norm, eps, inputs, residual=residual, pdl=pdl)
+        rms_norm(source, norm, eps, inputs, residual=residual)
         self._multiply(inputs, weight, out)
 
-    def linear(
-        self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool, factors: Tensor | None, pdl: bool
-    ) -> None:
+    def linear(self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool, factors: Tensor | None) -> None:
         """out = source @ weightᵀ; gated: of silu(gate) * up."""
         inputs = self._rows(source, weight.shape[1])
         if gated:
-            silu_mul(source, inputs, pdl=pdl)
+            silu_mul(source, inputs)
         else:
             inputs.copy_(source)  # float16, as kernels for few rows need it
         self._multiply(inputs, weight, out)
 
     def apply_scales(self, out: Tensor, factors: Tensor) -> None:
         raise AssertionError("a GEMM of expanded weights has applied them")
-
-    def uses_pdl(self, rows: int) -> bool:
-        return False  # cuBLAS multiplies
 
     def load_kernel(self, weight: Int4Matrix, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once: a kernel is loaded at first use."""

@@ -311,8 +311,6 @@ class CudaModel:
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
         fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
-        if self.is_quantised and not self.is_int4:
-            widest = max(widest, 2 * ffn_size)  # whose GEMM is split along K in small models (quantised.py)
         self._workspace = LinearWorkspace(
             torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
             torch.zeros(cdiv(max(fused_rows, 16), 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
@@ -320,7 +318,7 @@ class CudaModel:
         self._quantised_buffers = None
         if self.is_quantised:
             self._quantised_buffers = QuantisedBuffers.empty(
-                spec, max_tokens, self.dtype, self.device, self._workspace, int4=self.is_int4
+                spec, max_tokens, self.dtype, self.device, int4=self.is_int4
             )
 
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
@@ -491,11 +489,8 @@ class CudaModel:
 
     def uses_pdl(self, num_tokens: int) -> bool:
         """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
-        (docs/log/gemms.md), or where those of quantised weights are ours."""
-        is_fused = self.fused_tuning(self.layers[0].qkv, num_tokens) is not None
-        quantised = self._quantised_buffers
-        is_own = quantised is not None and self.group is None and quantised.many.uses_pdl(num_tokens)
-        return (is_fused or is_own) and self.device.type != "cpu"
+        (docs/log/gemms.md)."""
+        return self.fused_tuning(self.layers[0].qkv, num_tokens) is not None and self.device.type != "cpu"
 
     def select(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Rows of `hidden` by `index` [N] int32."""

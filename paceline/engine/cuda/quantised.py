@@ -6,9 +6,9 @@
 
 With few rows a GEMM only reads its weight: it is converted in registers, and activations stay in 16 bits
 (kernels/quantised_linear.py, kernels/int4_linear.py). With many rows FP8 weights are multiplied with activations that
-are rounded to FP8, with a scale per row: twice the rate of 16 bits. Up to 64 rows this is our kernel, with more the
-library's. Its fastest kernels for up to 1,024 rows know one scale per matrix only: they multiply without scales, and
-the kernel that reads their output applies those of rows and columns (`factors`). 4-bit weights are expanded (int4.py).
+are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. Its fastest kernels for up
+to 1,024 rows know one scale per matrix only: they multiply without scales, and the kernel that reads their output
+applies those of rows and columns (`factors`). 4-bit weights are expanded (int4.py).
 
 Of a mixture of experts, only the experts are quantised (experts.py).
 
@@ -51,10 +51,7 @@ from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 
 _MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
-_MAX_ROUNDED_ROWS = 64  # rows up to which our kernel multiplies FP8 numbers; with 128 the library's is as fast
-_MAX_UNSCALED_ROWS = 1024  # rows up to which the library's kernel without scales is faster
-_FASTER_ROWS = {192: 208}  # instead of rows for which the library chooses a slow kernel (docs/log/gemms.md)
-_MIN_PROGRAMS = 200  # of a GEMM that is not split along K
+_MAX_UNSCALED_ROWS = 1024  # rows up to which the library's kernel without scales is faster (docs/log/gemms.md)
 
 
 def max_small_rows(*, int4: bool) -> int:
@@ -67,23 +64,6 @@ def quantised_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
         return int4_tuning(rows, weights.gated)
     # The fastest of nine tiles for the linear layers of Qwen3-14B at one row on an H200 (docs/log/gemms.md).
     return LinearTuning(16, 64, 128, 4, 4, 1 if weights.gated else 4)
-
-
-def rounded_tuning(rows: int, columns: int) -> LinearTuning | None:
-    """Of a GEMM of FP8 numbers; None for the library's. The fastest of 48 tiles for the linear layers of Qwen3-14B on
-    an H200 (docs/log/gemms.md)."""
-    if rows > _MAX_ROUNDED_ROWS:
-        return None
-    return LinearTuning(64, 32, 128, 4, 6, 1 if columns >= 32 * _MIN_PROGRAMS else 2)
-
-
-def with_rows(rows: int, *tensors: Tensor) -> Sequence[Tensor]:
-    """So many rows of the buffers that these tensors [T, W] begin; the tensors themselves if a buffer has fewer."""
-    ends = (one.storage_offset() + rows * one.shape[1] for one in tensors)
-    sizes = (one.untyped_storage().nbytes() // one.element_size() for one in tensors)
-    if any(end > size for end, size in zip(ends, sizes, strict=True)):
-        return tensors
-    return [one.as_strided((rows, one.shape[1]), one.stride()) for one in tensors]
 
 
 class ManyRows(Protocol):
@@ -103,20 +83,14 @@ class ManyRows(Protocol):
         out: Tensor,
         *,
         factors: Tensor | None,
-        pdl: bool,
     ) -> Tensor | None:
         """out = norm(source) @ weightᵀ; with `residual`, of residual += source. factors: those of `source`."""
 
-    def linear(
-        self, source: Tensor, weight: Any, out: Tensor, *, gated: bool, factors: Tensor | None, pdl: bool
-    ) -> Tensor | None:
+    def linear(self, source: Tensor, weight: Any, out: Tensor, *, gated: bool, factors: Tensor | None) -> Tensor | None:
         """out = source @ weightᵀ; gated: of silu(gate) * up. factors: those of `source`."""
 
     def apply_scales(self, out: Tensor, factors: Tensor) -> None:
         """Of the last GEMM, to its output."""
-
-    def uses_pdl(self, rows: int) -> bool:
-        """Whether all of its kernels can be launched with programmatic dependent launch."""
 
     def load_kernel(self, weight: Any, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once, if it is used for so many rows: a kernel is loaded at first use."""
@@ -125,11 +99,10 @@ class ManyRows(Protocol):
 class RoundedRows:
     """FP8: activations are rounded with a scale per row."""
 
-    def __init__(self, spec: ModelSpec, tokens: int, device: torch.device, workspace: LinearWorkspace) -> None:
+    def __init__(self, spec: ModelSpec, tokens: int, device: torch.device) -> None:
         widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
         self._rounded = torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device)
-        self._scales, self._workspace = torch.ones(tokens, device=device), workspace
-        self._one = torch.ones((), device=device)
+        self._scales, self._one = torch.ones(tokens, device=device), torch.ones((), device=device)
 
     def norm_linear(
         self,
@@ -141,40 +114,30 @@ class RoundedRows:
         out: Tensor,
         *,
         factors: Tensor | None,
-        pdl: bool,
     ) -> Tensor | None:
         rounded, scales = self._rows(*source.shape)
-        quantise_rows(source, rounded, scales, norm, eps, residual=residual, factors=factors, pdl=pdl)
-        return self._multiply(rounded, scales, weight, out, pdl)
+        quantise_rows(source, rounded, scales, norm, eps, residual=residual, factors=factors)
+        return self._multiply(rounded, scales, weight, out)
 
     def linear(
-        self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool, factors: Tensor | None, pdl: bool
+        self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool, factors: Tensor | None
     ) -> Tensor | None:
         rounded, scales = self._rows(len(source), weight.shape[1])
-        quantise_rows(source, rounded, scales, gated=gated, factors=factors, pdl=pdl)
-        return self._multiply(rounded, scales, weight, out, pdl)
+        quantise_rows(source, rounded, scales, gated=gated, factors=factors)
+        return self._multiply(rounded, scales, weight, out)
 
     def apply_scales(self, out: Tensor, factors: Tensor) -> None:
         apply_scales(out, self._scales[: len(out)], factors)
 
-    def uses_pdl(self, rows: int) -> bool:
-        return rows <= _MAX_ROUNDED_ROWS
-
     def load_kernel(self, weight: QuantisedMatrix, rows: int, out: Tensor) -> None:
-        if rounded_tuning(rows, weight.shape[0]) is None:
-            self._multiply(*self._rows(rows, weight.shape[1]), weight, out, pdl=False)
+        self._multiply(*self._rows(rows, weight.shape[1]), weight, out)
 
-    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor, pdl: bool) -> Tensor | None:
-        tuning = rounded_tuning(len(x), weight.shape[0])
-        if tuning is not None:
-            quantised_linear(x, weight, out, tuning, workspace=self._workspace, pdl=pdl, scales=scales)
-        elif len(x) > _MAX_UNSCALED_ROWS or out.dtype is torch.float16:  # which sums without scales overflow
+    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -> Tensor | None:
+        if len(x) > _MAX_UNSCALED_ROWS:
             scaled_mm(x, weight.values, out, scales[:, None], weight.factors[None, :])
-        else:
-            x, out = with_rows(_FASTER_ROWS.get(len(x), len(x)), x, out)
-            scaled_mm(x, weight.values, out, self._one, self._one)
-            return weight.factors
-        return None
+            return None
+        scaled_mm(x, weight.values, out, self._one, self._one)
+        return weight.factors
 
     def _rows(self, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
         return self._rounded[: num_tokens * width].view(num_tokens, width), self._scales[:num_tokens]
@@ -195,7 +158,6 @@ class QuantisedBuffers:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        workspace: LinearWorkspace,
         *,
         int4: bool,
     ) -> QuantisedBuffers:
@@ -203,7 +165,7 @@ class QuantisedBuffers:
         return cls(
             inputs=torch.zeros(few, spec.hidden_size, dtype=operand_dtype(dtype), device=device),
             partial=torch.zeros(tokens, spec.hidden_size, dtype=dtype, device=device),
-            many=ExpandedWeights(spec, tokens, dtype, device) if int4 else RoundedRows(spec, tokens, device, workspace),
+            many=ExpandedWeights(spec, tokens, dtype, device) if int4 else RoundedRows(spec, tokens, device),
         )
 
 
@@ -237,7 +199,7 @@ class QuantisedPass:
             self._linear(inputs, weights, out)
             return
         options = (source, residual, weights.norm, self.eps, weights.quantised, out)
-        self.factors = self.buffers.many.norm_linear(*options, factors=self.factors, pdl=self.pdl)
+        self.factors = self.buffers.many.norm_linear(*options, factors=self.factors)
         if weights.bias is not None or not weights.gated:  # attention does not apply them
             self._apply_scales(out)
         if weights.bias is not None:
@@ -266,7 +228,7 @@ class QuantisedPass:
     def _sum_many(self, weights: LinearWeights, source: Tensor, *, gated: bool = False) -> None:
         out = self.buffers.partial[: len(source)]
         many = self.buffers.many
-        self.factors = many.linear(source, weights.quantised, out, gated=gated, factors=self.factors, pdl=self.pdl)
+        self.factors = many.linear(source, weights.quantised, out, gated=gated, factors=self.factors)
         if weights.bias is not None or self.group is not None:
             self._apply_scales(out)
         if weights.bias is not None:
@@ -398,7 +360,7 @@ def scaled_mm(x: Tensor, weight: Tensor, out: Tensor, scales: Tensor, factors: T
             scale_a=scales,
             scale_b=factors,
             out_dtype=out.dtype,
-            use_fast_accum=False,  # sums of 128 numbers in the tensor core, then in float32
+            use_fast_accum=True,  # all sums in the tensor core, which keeps fewer bits of them (docs/log/gemms.md)
             out=out,
         )
     elif x.device.type == "cpu":
