@@ -259,16 +259,20 @@ def fit(
         str | None, typer.Option(help="Source to note in the profile (default: the names of the files).")
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the profile to this file, for use with --gpu.")] = None,
+    drafts_of: Annotated[
+        str | None, typer.Option(help="Fit only the times of drafts; the rest is that of this profile.")
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Fit a virtual GPU to recordings, and print its error on held-out passes and runs."""
-    from paceline.simulator.fit import Recording
+    from paceline.simulator.fit import Recording, fit_drafts
     from paceline.simulator.fit import fit as fit_to
-    from paceline.simulator.profile import keep_measured
+    from paceline.simulator.profile import keep_measured, load_profile
 
     every = [Recording.read(path) for path in recordings]
     read = [one.warm() for one in every]
-    fitted = fit_to(read, source or ", ".join(path.name for path in recordings))
+    name = source or ", ".join(path.name for path in recordings)
+    fitted = fit_to(read, name) if drafts_of is None else fit_drafts(read, load_profile(drafts_of), name)
     console = Console()
     table = Table(title=f"{fitted.profile.device}, {fitted.profile.model}: held-out passes")
     for title in ("batch", "passes", "measured s", "predicted s", "total error", "mean error per pass"):

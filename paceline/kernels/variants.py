@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,15 +42,29 @@ class KernelVariant:
 def variant_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> KernelVariant:
     """The variant that a launch of a Triton function needs."""
     names = tuple(
-        _tensor(arg) if isinstance(arg, torch.Tensor) else _number(arg, not param.do_not_specialize)
-        for arg, param in zip(args, function.params, strict=False)
+        [
+            _tensor(arg) if isinstance(arg, torch.Tensor) else _number(arg, is_specialized)
+            for arg, is_specialized in zip(args, _specialized(function), strict=False)
+        ]
     )
     compiled_in = tuple(sorted((name, value) for name, value in constants.items() if name != LAUNCH_PDL))
     return KernelVariant(function.fn.__module__, function.fn.__name__, names, compiled_in)
 
 
+@cache
+def _specialized(function: Any) -> list[bool]:
+    """Whether each parameter is, if it is a number."""
+    return [not param.do_not_specialize for param in function.params]
+
+
+@cache
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _tensor(value: torch.Tensor) -> str:
-    return str(value.dtype).removeprefix("torch.") + ("" if value.data_ptr() % 16 == 0 else _MISALIGNED)
+    name = _type_name(value.dtype)
+    return name if value.data_ptr() % 16 == 0 else name + _MISALIGNED
 
 
 def _number(value: float, specialized: bool) -> float:

@@ -3,8 +3,8 @@
 Decode batches, prefill batches and the host are fitted separately, by non-negative least squares in which short passes
 have more weight. Passes that load, compile or wait for their launch say nothing about the device and are left out: by
 run where marks name runs, otherwise by pass. Every fifth pass is held out for the error that is printed; the profile
-that is saved is fitted to all of them. Passes with drafts (speculative decoding) are fitted last, on top of the others:
-by number of rows and of drafts per row, as there is a CUDA graph for each.
+that is saved is fitted to all of them. Passes with drafts (speculative decoding) are fitted last, on top of the others
+or of a given profile: by number of rows and of drafts per row, as there is a CUDA graph for each.
 """
 
 from __future__ import annotations
@@ -345,9 +345,7 @@ def _seconds(passes: Iterable[RecordedPass]) -> Matrix:
 
 def fit(recordings: Sequence[Recording], source: str) -> FitResult:
     """A profile fitted to recordings of one device and model, and the error of a fit on held-out passes."""
-    headers = {(one.header.device, one.header.model, tuple(one.header.buckets)) for one in recordings}
-    if len(headers) > 1:
-        raise ConfigError(f"the recordings are of different devices, models or CUDA graph sizes: {sorted(headers)}.")
+    _check_same(recordings)
     largest = max((one.header for one in recordings), key=lambda header: header.num_pages)
     # Of recordings with drafts only passes with drafts count, if there are others: such an engine runs more kernels.
     drafted = [any(line.features.num_drafts for line in one.passes) for one in recordings]
@@ -375,6 +373,35 @@ def fit(recordings: Sequence[Recording], source: str) -> FitResult:
     if (token_s := _swap_token_s(recordings)) is not None:
         profile = msgspec.structs.replace(profile, swap_token_s=token_s, swap_source=f"measured: {source}")
     return FitResult(profile, errors)
+
+
+def fit_drafts(recordings: Sequence[Recording], base: Profile, source: str) -> FitResult:
+    """The profile with the times of drafts of these recordings, and the error on held-out passes with drafts."""
+    _check_same(recordings, base)
+    passes = [
+        line
+        for one in recordings
+        for line in one.passes
+        if line.device_s and line.launch_s <= _COMPILED_S and line.features.num_drafts and not line.features.has_prompts
+        if _has_graph(line.features, one.header.buckets)
+    ]
+    if len(passes) < _DECODES:
+        raise ConfigError(f"{source} has {len(passes)} decode batches with drafts: a fit needs {_DECODES}.")
+
+    def fitted(chosen: Sequence[RecordedPass]) -> Profile:
+        both = f"{base.source}; drafts: {source}"
+        return msgspec.structs.replace(base, draft_s=_draft_times(base, chosen), source=both)
+
+    trial = fitted([one for index, one in enumerate(passes) if index % _HELD_OUT])
+    return FitResult(fitted(passes), {_DRAFTS: error(trial.device_s, passes[::_HELD_OUT])})
+
+
+def _check_same(recordings: Sequence[Recording], base: Profile | None = None) -> None:
+    found = {(one.header.device, one.header.model, tuple(one.header.buckets)) for one in recordings}
+    if base is not None:
+        found.add((base.device, base.model, tuple(base.buckets)))
+    if len(found) > 1:
+        raise ConfigError(f"these are of different devices, models or CUDA graph sizes: {sorted(found)}.")
 
 
 def _swap_token_s(recordings: Sequence[Recording]) -> float | None:

@@ -22,7 +22,7 @@ from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.scheduler import Scheduler
 from paceline.simulator.compare import Comparison, scheduler_config
 from paceline.simulator.drafts import DraftScript
-from paceline.simulator.fit import Recording, fit
+from paceline.simulator.fit import Recording, fit, fit_drafts
 from paceline.simulator.profile import Profile, ProfileTiming, keep_measured, load_profile
 from paceline.simulator.replay import replay
 from paceline.simulator.run import SimulationResult, simulate
@@ -174,6 +174,22 @@ def test_a_fit_recovers_the_time_of_drafts(tmp_path: Path) -> None:
     assert fit(read[:1], "plain").profile.draft_s == {}
     with pytest.raises(ConfigError, match="drafts has 0 decode batches and 1 prefill or mixed batches without drafts"):
         fit(read[2:], "drafts")
+
+
+def test_drafts_alone_are_fitted_on_top_of_a_profile(tmp_path: Path) -> None:
+    truth, base = planted(QUICK), msgspec.structs.replace(QUICK, device="toy", model="toy", draft_s={7: [1.0] * 99})
+    record(tmp_path / "drafts.jsonl", 4, truth)
+    read = Recording.read(tmp_path / "drafts.jsonl")
+    found = fit_drafts([read], base, "new")
+    times, index = found.profile.draft_s, truth.buckets.index(16)
+    assert sorted(times) == [4] and times[4][index] == pytest.approx(truth.draft_s[4][index], rel=1e-3)
+    assert found.profile == msgspec.structs.replace(base, draft_s=times, source=f"{base.source}; drafts: new")
+    assert found.held_out["with drafts"].mean_absolute < 0.05
+    with pytest.raises(ConfigError, match="different devices, models or CUDA graph sizes"):
+        fit_drafts([read], QUICK, "new")
+    record(tmp_path / "plain.jsonl", 0, truth)
+    with pytest.raises(ConfigError, match="new has 0 decode batches with drafts: a fit needs 20"):
+        fit_drafts([Recording.read(tmp_path / "plain.jsonl")], base, "new")
 
 
 def test_a_recording_with_drafts_says_nothing_about_passes_without(tmp_path: Path) -> None:
