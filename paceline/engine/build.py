@@ -24,7 +24,7 @@ from paceline.engine.adapter_loading import load_adapter
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
-from paceline.engine.cpu.native import NativeError, native_library
+from paceline.engine.cpu.native import NativeError, native_library, return_free_memory
 from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.engine.draft_model import DraftSource, check_tokenizer, find_draft_model, with_vocabulary
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
@@ -296,6 +296,7 @@ def load_model(
             return weight.with_num_rows(spec.vocab_size) if name in ("embedding", "head") else weight
 
         model = QuantisedModel(native_library(), spec, weights.vectors, matrix, max_positions=max_positions)
+        return_free_memory()
         if is_gguf(path):
             open_gguf(path).release_memory()
         return model

@@ -32,6 +32,7 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,20 @@ class _Header:
         return value
 
     def string(self) -> str:
-        length = self.scalar("<Q")
-        text = self.data[self.at : self.at + length]
-        if len(text) != length:
-            raise IndexError("a string runs past the end")
-        self.at += length
-        return text.decode("utf-8")
+        return self.strings(1)[0]
+
+    def strings(self, count: int) -> list[str]:
+        """So many of them: a vocabulary has a hundred thousand, so the loop does little."""
+        data, at, found = self.data, self.at, []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(data, at)
+            at += 8 + length
+            text = data[at - length : at]
+            if len(text) != length:
+                raise IndexError("a string runs past the end")
+            found.append(text.decode("utf-8"))
+        self.at = at
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -153,7 +162,7 @@ class _Header:
                 values = struct.unpack_from(f"<{length}{code[1]}", self.data, self.at)
                 self.at += length * struct.calcsize(code)
                 return list(values)
-            return [self.value(item) for _ in range(length)]
+            return self.strings(length) if item == _STRING else [self.value(item) for _ in range(length)]
         if kind not in _SCALARS:
             raise IndexError(f"unknown value type {kind}")
         return self.scalar(_SCALARS[kind])

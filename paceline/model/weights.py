@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -223,14 +224,14 @@ def _joined(parts: list[PackedTensor]) -> PackedTensor:
 
 
 class QuantisedWeights:
-    """The weights of a model in 4 or 8 bits, read one after the other."""
+    """The weights of a model in 4 or 8 bits. Several threads may read matrices."""
 
     def __init__(self, path: str | Path, *, quantization: str, progress: Progress | None = None) -> None:
         """quantization: auto keeps a quantised file as it is, and rounds matrices that it has in 16 bits to 8; q4 and
         q8 round all of them."""
         self.spec, self._stored = _open(Path(path))
         self._bits = _BITS.get(quantization)
-        self._progress, self._done = progress, 0
+        self._progress, self._done, self._lock = progress, 0, Lock()
         self._total = sum(one.num_bytes for one in self._stored.values())
         self._parts: dict[str, list[str]] = {}  # of every matrix, in the order of its rows
         for name, part in stored_parts(self.spec).items():
@@ -253,9 +254,10 @@ class QuantisedWeights:
             found = stored.read_quantised()
         else:
             found = quantise(stored.read(()), self._bits or stored.quantised_bits)
-        self._done += stored.num_bytes
-        if self._progress:
-            self._progress(self._done, self._total)
+        with self._lock:
+            self._done += stored.num_bytes
+            if self._progress:
+                self._progress(self._done, self._total)
         return found
 
 

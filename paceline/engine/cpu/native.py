@@ -119,6 +119,14 @@ class AdaptedMatrix(ctypes.Structure):
     _fields_ = (("parts", ctypes.POINTER(LowRankPart)), ("num_parts", ctypes.c_int64))
 
 
+def return_free_memory() -> None:
+    """Gives memory that is no longer used back to the system, where the C library can (glibc): it keeps the heaps of
+    threads that have loaded weights."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 class PackedMatrix:
     """A quantised matrix in the library's layout."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -30,6 +31,7 @@ from paceline.model.spec import ACTIVATIONS, ModelSpec
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "qk_norm")
 _MATRICES = ("qkv", "out", "gate_up", "down")
+_LOADING_THREADS = 2  # each holds one matrix beside its packed form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,31 +93,33 @@ class QuantisedModel:
         *,
         max_positions: int | None = None,
     ) -> None:
-        """vectors, read_matrix: the fused tensors of `layout.target_shapes(spec)`. Matrices are read and packed one
-        after the other."""
+        """vectors, read_matrix: the fused tensors of `layout.target_shapes(spec)`. Matrices are read and packed by two
+        threads, nearly all of it in foreign code without the GIL."""
         self.spec = self.whole_spec = spec
         self._library = library
         bits: list[int] = []
 
-        def matrix(name: str, bias: str | None = None) -> PackedMatrix:
+        def packed(name: str) -> PackedMatrix:
             weight = read_matrix(name)
             bits.append(weight.bits)
-            return PackedMatrix(library, weight, None if bias is None else vectors.get(bias))
+            return PackedMatrix(library, weight, vectors.get(f"{name}_bias"))
 
+        names = [f"{index}.{name}" for index in range(spec.num_layers) for name in _MATRICES]
+        names += ["embedding"] if spec.tied else ["embedding", "head"]
+        with ThreadPoolExecutor(_LOADING_THREADS) as pool:
+            matrices = dict(zip(names, pool.map(packed, names), strict=True))
         positions = max_positions or spec.context_tokens
         self._ropes = [
             rope_table(rope, spec.head_dim, positions, torch.device("cpu"), spec.rotary_dim) for rope in spec.ropes
         ]
-        self._embedding = matrix("embedding")
-        self._head = self._embedding if spec.tied else matrix("head")
+        self._embedding = matrices["embedding"]
+        self._head = self._embedding if spec.tied else matrices["head"]
         self._norm = vectors["norm"]
-        self._keep: list[object] = [vectors]  # what the structs below point to
+        self._keep = (vectors, matrices)  # what the structs below point to
         layers = (Layer * spec.num_layers)()
         for index, layer in enumerate(layers):
             for name in _MATRICES:
-                packed = matrix(f"{index}.{name}", f"{index}.{name}_bias")
-                self._keep.append(packed)
-                setattr(layer, name, packed.struct)
+                setattr(layer, name, matrices[f"{index}.{name}"].struct)
             for name in _NORMS:
                 if f"{index}.{name}" in vectors:
                     setattr(layer, name, vectors[f"{index}.{name}"].data_ptr())
