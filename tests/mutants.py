@@ -1126,14 +1126,14 @@ MUTANTS = [
         ("tests/scheduler/test_nan.py",),
     ),
     Mutant(
-        "attention reads FP8 products without their scales",
+        "attention reads the output of an FP8 GEMM without its scales",
         "engine/cuda/quantised.py",
         "        if weights.bias is not None or not weights.gated:  # attention does not apply them\n",
         "        if weights.bias is not None:\n",
         ("tests/engine/cuda/test_quantised.py",),
     ),
     Mutant(
-        "FP8 products are rounded without the scales of their columns",
+        "the output of an FP8 GEMM is rounded without the scales of its columns",
         "kernels/quantise_rows.py",
         "        value = value * row_scale * tl.load(factors + column, mask=inside, other=0.0)\n",
         "        value = value * row_scale\n",

@@ -27,13 +27,13 @@ def quantise_rows_reference(
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    product_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gemm_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 numbers and the scale of each row. residual: x is added to it in place. product_scales: those of the rows and
+    """FP8 numbers and the scale of each row. residual: x is added to it in place. gemm_scales: those of the rows and
     columns of x, if they are not applied."""
     wide = x.float()
-    if product_scales is not None:
-        x = wide = wide * product_scales[0][:, None] * product_scales[1]
+    if gemm_scales is not None:
+        x = wide = wide * gemm_scales[0][:, None] * gemm_scales[1]
     if norm is not None:
         wide, stream = rms_norm_reference(x, norm, eps, residual)
         if residual is not None and stream is not None:

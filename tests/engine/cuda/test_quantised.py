@@ -82,20 +82,20 @@ def test_requests_are_answered_with_fp8_weights_and_kv() -> None:
         assert device.stats.passes > 4
 
 
-@pytest.mark.parametrize("is_product", [False, True])
+@pytest.mark.parametrize("is_gemm_output", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "norm", "residual", "gated"])
-def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_product: bool) -> None:
-    """is_product: of a GEMM that has not applied its scales."""
+def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_gemm_output: bool) -> None:
+    """is_gemm_output: of a GEMM that has not applied its scales."""
     torch.manual_seed(1)
     width, rows = 40, 5
     x = torch.randn(rows, width * (2 if kind == "gated" else 1)) * torch.tensor([1, 20, 1e-6, 0, 1])[:, None]
     norm = torch.rand(width) + 0.5 if kind in ("norm", "residual") else None
     residual = torch.randn(rows, width) if kind == "residual" else None
     stream = None if residual is None else residual.clone()
-    product_scales = (torch.rand(rows) + 0.5, torch.rand(x.shape[1]) + 0.5) if is_product else None
-    wanted, wanted_scales = quantise_rows_reference(x, norm, 1e-6, kind == "gated", residual, product_scales)
+    gemm_scales = (torch.rand(rows) + 0.5, torch.rand(x.shape[1]) + 0.5) if is_gemm_output else None
+    wanted, wanted_scales = quantise_rows_reference(x, norm, 1e-6, kind == "gated", residual, gemm_scales)
     out = torch.full((rows, width), 7.0).to(torch.float8_e4m3fn)
-    scales, factors = (poisoned(rows, dtype=torch.float32), None) if product_scales is None else product_scales
+    scales, factors = (poisoned(rows, dtype=torch.float32), None) if gemm_scales is None else gemm_scales
     quantise_rows(x, out, scales, norm, 1e-6, kind == "gated", stream, factors)
     assert relative_error(scales, wanted_scales) < 1e-6
     assert relative_error(out.float(), wanted.float()) < 2e-3, "only numbers between two may be rounded otherwise"
@@ -103,7 +103,7 @@ def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_product: bool)
         assert relative_error(stream, residual) < 1e-6
 
 
-def test_scales_are_applied_to_a_product() -> None:
+def test_scales_are_applied_to_the_output_of_a_gemm() -> None:
     x, scales, factors = torch.randn(3, 2100)[:, :2070], torch.rand(3), torch.rand(2070)
     wanted = x * scales[:, None] * factors
     apply_scales(x, scales, factors)
