@@ -779,8 +779,8 @@ def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], dev
 
 
 def default_speculation(config: EngineConfig, given: Mapping[str, Any], device: str) -> str:
-    """auto, unless other options leave no room for drafts; not yet with several GPUs, nor with FP8 on one: there a pass
-    with drafts accesses memory that it must not (docs/log/speculation.md)."""
+    """auto, unless other options leave no room for drafts; not yet with several GPUs, nor with FP8 on one: a run with
+    drafts ended in an illegal memory access, of unknown cause (docs/log/speculation.md)."""
     if device == "virtual" or config.pp > 1 or config.role != "both":
         return "off"
     if device == "cuda" and (config.tp > 1 or config.is_fp8):
