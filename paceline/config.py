@@ -462,8 +462,7 @@ class EngineConfig:
     speculate: str | None = option(
         None,
         "speculative decoding: draft tokens that are verified in the same forward pass, with the same output; default: "
-        "auto; off with pp, and on GPUs with tp, FP8 weights or an FP8 KV cache (vLLM: speculative_config; SGLang: "
-        "speculative_algorithm)",
+        "auto; off with pp, and on GPUs with tp (vLLM: speculative_config; SGLang: speculative_algorithm)",
         choices=SPECULATE,
     )
     draft_model: str | None = option(
@@ -611,11 +610,6 @@ class EngineConfig:
     def num_ranks(self) -> int:
         """Processes that have a part of the model."""
         return self.tp * self.pp
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether weights or the KV cache are FP8, once `quantization` is what the weights have."""
-        return self.quantization == "fp8" or self.kv_dtype == "fp8_e4m3"
 
     def _check_pipeline(self) -> None:
         if self.pp == 1:

@@ -765,11 +765,6 @@ def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], dev
     speculate = config.speculate or default_speculation(config, scheduler_options, device)
     if speculate == "off":
         return dict(scheduler_options)
-    if device == "cuda" and config.is_fp8:
-        raise ConfigError(
-            f"speculate is {speculate!r}, quantization {config.quantization!r} and kv_dtype {config.kv_dtype!r}: "
-            "with FP8 weights or an FP8 KV cache there is no speculative decoding on a GPU; set speculate to off."
-        )
     return {
         "draft_tokens": max(DRAFT_DEPTHS),
         "adaptive_drafts": speculate in ("auto", "draft"),
@@ -779,11 +774,10 @@ def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], dev
 
 
 def default_speculation(config: EngineConfig, given: Mapping[str, Any], device: str) -> str:
-    """auto, unless other options leave no room for drafts; not yet with several GPUs, nor with FP8 on one: a run with
-    drafts ended in an illegal memory access, of unknown cause (docs/log/speculation.md)."""
+    """auto, unless other options leave no room for drafts; not yet with several GPUs."""
     if device == "virtual" or config.pp > 1 or config.role != "both":
         return "off"
-    if device == "cuda" and (config.tp > 1 or config.is_fp8):
+    if device == "cuda" and config.tp > 1:
         return "off"
     defaults = _CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS
     rows, tokens = given.get("max_running", defaults["max_running"]), given.get("max_batch_tokens", math.inf)

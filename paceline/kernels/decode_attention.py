@@ -658,7 +658,7 @@ def fp8_attention_tuning(
     """As `decode_attention_tuning`, for an FP8 cache: a tile of as many keys has half the bytes, so many rows use
     programs of one warp earlier, and few rows larger tiles (docs/log/decode-attention.md)."""
     heads = next_power_of_2(group)
-    if not shared_block_m and rows >= 64 and heads <= 8:
+    if not shared_block_m and heads <= 8 and rows >= (64 if heads <= 4 else 96):
         own = DecodeTuning(block_m=heads, block_n=16, num_warps=1, num_stages=4, max_registers=255)
         return own, own
     if not shared_block_m and rows <= 4:
@@ -667,13 +667,15 @@ def fp8_attention_tuning(
     return decode_attention_tuning(rows, group, shared_block_m, short_contexts)
 
 
-def draft_attention_tuning(rows: int, group: int, most: int) -> DecodeTuning:
+def draft_attention_tuning(rows: int, group: int, most: int, *, fp8: bool) -> DecodeTuning:
     """The tuning for units of one row with up to `most` new tokens. Eight warps: the registers of four do not hold the
-    new keys and a larger tile (docs/log/speculation.md)."""
+    new keys and a larger tile (docs/log/speculation.md). fp8: the cache is FP8. With two stages, ptxas 12.8 compiles
+    tiles of 64 heads and an FP8 cache to a kernel that reads uniform registers before they are written."""
     heads = max(16, next_power_of_2(group * most))
     if heads == 16:
         return DecodeTuning(num_warps=8, max_registers=255 if rows <= 4 else 128)
-    return DecodeTuning(block_m=heads, block_n=64, num_warps=8, num_stages=2, max_registers=255)
+    num_stages = 3 if fp8 and heads == 64 else 2
+    return DecodeTuning(block_m=heads, block_n=64, num_warps=8, num_stages=num_stages, max_registers=255)
 
 
 def tuning_for(tuning: DecodeTuning, head_dim: int) -> DecodeTuning:

@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine import kv_sizing
-from paceline.engine.build import build_engine, default_speculation, kernel_options
+from paceline.engine.build import build_engine, default_speculation
 from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
 from paceline.llm import LLM
@@ -114,8 +114,8 @@ def test_itl_target_has_a_default_where_requests_are_served_by_a_gpu(
         ({"device": "cuda", "max_batch_tokens": 4096}, True),
         ({"device": "cuda", "max_batch_tokens": 4095}, False),
         ({"device": "cuda", "tp": 2}, False),
-        ({"device": "cuda", "quantization": "fp8"}, False),
-        ({"device": "cuda", "kv_dtype": "fp8_e4m3"}, False),
+        ({"device": "cuda", "quantization": "fp8"}, True),
+        ({"device": "cuda", "kv_dtype": "fp8_e4m3"}, True),
     ],
     ids=str,
 )
@@ -124,13 +124,6 @@ def test_drafts_are_the_default_where_they_fit(options: dict[str, Any], drafts: 
     config = EngineConfig(**engine_options)
     device = "virtual" if config.executor == "virtual" else "cuda" if config.device == "cuda" else "cpu"
     assert default_speculation(config, given, device) == ("auto" if drafts else "off")
-
-
-@pytest.mark.parametrize("options", [{"quantization": "fp8"}, {"kv_dtype": "fp8_e4m3"}])
-def test_drafts_are_refused_with_fp8_on_a_gpu(options: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"speculate is .ngram., .*: with FP8 .* set speculate to off"):
-        kernel_options(None, "qwen3-0.6b", EngineConfig(speculate="ngram", **options), {})
-    assert not kernel_options(None, "qwen3-0.6b", EngineConfig(**options), {})[2].draft_tokens
 
 
 def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from paceline.request import SamplingParams
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Plan
 from paceline.text.synthetic import synthetic_tokenizer
+from tests.kernels.disassembly import disassembled, undefined_reads
 from tests.oracle.adapters import adapted_shapes, write_adapter
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -168,6 +169,18 @@ def compile_for_rows(max_running: int) -> None:
     print(*sorted({variant.name for variant in new}))
 
 
+def check_draft_attention() -> None:
+    """Compiles attention of 64 query heads with an FP8 cache, and prints what it reads that nothing has written."""
+    config = SchedulerConfig(num_pages=64, max_running=1, draft_tokens=7)
+    (tile,) = {
+        variant
+        for variant in kernel_variants([shape("qwen3-14b").with_layers([0])], Precision("bfloat16", "fp8_e4m3"), config)
+        if variant.name == "_decode_attention_kernel" and {("NEW", 8), ("PDL", False)} <= set(variant.constants)
+    }
+    found = undefined_reads(disassembled(compile_variant(tile)))
+    print(f"draft attention reads {', '.join(found) or 'nothing undefined'}")
+
+
 def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[KernelVariant], set[str]]:
     """Variants that random requests need and that are not in the list; and the names of all kernels in the list."""
     names = [name, options["draft"]] if "draft" in options else [name]
@@ -273,6 +286,7 @@ def main() -> None:
     print("\n".join(found) or "all listed")
     print(*names)
     compile_for_rows(1024)
+    check_draft_attention()
     sys.exit(bool(found))
 
 

@@ -19,6 +19,7 @@ from paceline.config import EngineConfig
 from paceline.engine.build import kernel_options
 from paceline.engine.cuda.variants import kernel_variants
 from paceline.kernels.binaries import KernelBinary, compile_for, compile_variant
+from paceline.kernels.variants import KernelVariant
 
 _SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # per multiprocessor
 
@@ -36,11 +37,16 @@ def resources(binary: KernelBinary) -> str:
     return f"{registers:9} {stack:7} {shared / 1024:9.1f} {warps:5} {fitting:9}"
 
 
+def variants_of(shape: str, *options: str) -> list[KernelVariant]:
+    """Engine options as in kv_dtype=fp8_e4m3."""
+    given: dict[str, Any] = dict(option.split("=") for option in options)
+    return kernel_variants(*kernel_options(None, shape, EngineConfig(**given), {}))
+
+
 def main(shape: str, *names: str) -> None:
-    """Of all kernels, or of those that are named; engine options as in kv_dtype=fp8_e4m3."""
-    options: dict[str, Any] = dict(name.split("=") for name in names if "=" in name)
+    """Of all kernels, or of those that are named; with options, those of `variants_of`."""
+    variants = variants_of(shape, *(name for name in names if "=" in name))
     names = tuple(name for name in names if "=" not in name)
-    variants = kernel_variants(*kernel_options(None, shape, EngineConfig(**options), {}))
     compile_for(90)
     print("registers spilled shared KB warps at once")
     for kernel, group in groupby(variants, key=lambda variant: variant.name):

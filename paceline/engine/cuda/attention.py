@@ -222,7 +222,7 @@ class CudaAttention:
         stream = model.input(rows) if defer_norm else None
         own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
         if new_tokens is not None:
-            own = draft_attention_tuning(rows, self._group, most)
+            own = draft_attention_tuning(rows, self._group, most, fp8=self.scales is not None)
         own, shared = (tuning_for(one, spec.head_dim) for one in (own, shared))
         aligned = (chunks.min_tokens, SHARED_ALIGN)
         assert all(tiles_fit(size, self._page_size, one) for size in aligned for one in (own, shared)), (
