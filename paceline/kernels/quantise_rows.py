@@ -45,6 +45,44 @@ def quantise_rows_reference(
     return to_fp8_reference(wide, scales[:, None]), scales
 
 
+@triton.jit
+def _columns(
+    x,
+    residual,
+    factors,
+    row,
+    row_scale,
+    column,
+    inside,
+    x_stride,
+    width,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Some columns of a row, in float32; added to the residual stream, or after SiLU of the gate."""
+    place = x + row * x_stride + column
+    value = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_FACTORS:
+        value = value * row_scale * tl.load(factors + column, mask=inside, other=0.0)
+    if HAS_RESIDUAL:
+        stream = residual + row * width + column
+        total = (value + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
+        tl.store(stream, total, mask=inside)
+        value = total.to(tl.float32)
+    if GATED:
+        up = tl.load(place + width, mask=inside, other=0.0).to(tl.float32)
+        if HAS_FACTORS:
+            up = up * row_scale * tl.load(factors + width + column, mask=inside, other=0.0)
+        value = value / (1.0 + tl.exp(-value)) * up
+    return value
+
+
+@triton.jit
+def _normed(value, rstd, norm, column, inside):
+    return value * rstd * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+
+
 @launched
 @triton.jit
 def _quantise_rows_kernel(
@@ -62,30 +100,40 @@ def _quantise_rows_kernel(
     HAS_FACTORS: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
+    REST: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < width
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    row_scale = 1.0
     if HAS_FACTORS:
         row_scale = tl.load(scales + row)  # that of x; overwritten below
-        value = value * row_scale * tl.load(factors + column, mask=inside, other=0.0)
-    if HAS_RESIDUAL:
-        stream = residual + row * width + column
-        total = (value + tl.load(stream, mask=inside, other=0.0).to(tl.float32)).to(residual.dtype.element_ty)
-        tl.store(stream, total, mask=inside)
-        value = total.to(tl.float32)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    value = _columns(
+        x, residual, factors, row, row_scale, column, inside, x_stride, width, HAS_RESIDUAL, HAS_FACTORS, GATED
+    )
+    if REST:
+        last = BLOCK + tl.arange(0, REST)
+        is_last = last < width
+        rest = _columns(
+            x, residual, factors, row, row_scale, last, is_last, x_stride, width, HAS_RESIDUAL, HAS_FACTORS, GATED
+        )
     if HAS_NORM:
-        rstd = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / width + eps)
-        value = value * rstd * tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.load(x + row * x_stride + width + column, mask=inside, other=0.0).to(tl.float32)
-        if HAS_FACTORS:
-            up = up * row_scale * tl.load(factors + width + column, mask=inside, other=0.0)
-        value = value / (1.0 + tl.exp(-value)) * up
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0) / _FP8_MAX, 1.0e-12)
+        squares = tl.sum(value * value, axis=0)
+        if REST:
+            squares += tl.sum(rest * rest, axis=0)
+        rstd = 1.0 / tl.sqrt(squares / width + eps)
+        value = _normed(value, rstd, norm, column, inside)
+        if REST:
+            rest = _normed(rest, rstd, norm, last, is_last)
+    largest = tl.max(tl.abs(value), axis=0)
+    if REST:
+        largest = tl.maximum(largest, tl.max(tl.abs(rest), axis=0))
+    scale = tl.maximum(largest / _FP8_MAX, 1.0e-12)
     tl.store(scales + row, scale)
-    tl.store(out + row * width + column, to_stored(value, scale, out.dtype.element_ty, True), mask=inside)
+    out += row * width
+    tl.store(out + column, to_stored(value, scale, out.dtype.element_ty, True), mask=inside)
+    if REST:
+        tl.store(out + last, to_stored(rest, scale, out.dtype.element_ty, True), mask=is_last)
 
 
 def quantise_rows(
@@ -102,7 +150,7 @@ def quantise_rows(
     residual += x in place, and the norm is that of the sum. With `factors` float32, one per column of x, x is first
     multiplied by them and by `scales`, which then still has those of its rows."""
     tokens, width = out.shape
-    block = next_power_of_2(width)
+    block, rest = _split(width)
     _quantise_rows_kernel[(tokens,)](
         x,
         x if residual is None else residual,
@@ -118,8 +166,15 @@ def quantise_rows(
         HAS_FACTORS=factors is not None,
         GATED=gated,
         BLOCK=block,
-        num_warps=min(max(block // 1024, 1), 16),
+        REST=rest,
+        num_warps=min(max(block // 512, 1), 16),
     )
+
+
+def _split(width: int) -> tuple[int, int]:
+    """Columns in two blocks, which are powers of two: one alone may be twice as wide as the row. 0: no second block."""
+    block = 1 << (width.bit_length() - 1)
+    return block, next_power_of_2(width - block) if width > block else 0
 
 
 @launched

@@ -84,11 +84,13 @@ def test_requests_are_answered_with_fp8_weights_and_kv() -> None:
 
 @pytest.mark.parametrize("is_gemm_output", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "norm", "residual", "gated"])
-def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_gemm_output: bool) -> None:
-    """is_gemm_output: of a GEMM that has not applied its scales."""
+@pytest.mark.parametrize("width", [32, 40])
+def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_gemm_output: bool, width: int) -> None:
+    """is_gemm_output: of a GEMM that has not applied its scales. A row of 40 is computed in two blocks."""
     torch.manual_seed(1)
-    width, rows = 40, 5
+    rows = 5
     x = torch.randn(rows, width * (2 if kind == "gated" else 1)) * torch.tensor([1, 20, 1e-6, 0, 1])[:, None]
+    x[0, width - 1] = x[0, -1] = 9.0
     norm = torch.rand(width) + 0.5 if kind in ("norm", "residual") else None
     residual = torch.randn(rows, width) if kind == "residual" else None
     stream = None if residual is None else residual.clone()
