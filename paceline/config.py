@@ -407,15 +407,16 @@ VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATION: Mapping[str, str] = {
-    "auto": "weights of a quantised GGUF file on a CPU, of an FP8 or MXFP4 checkpoint on a GPU and of a 4-bit "
-    "checkpoint on both stay as they are stored",
+    "auto": "weights of a quantised GGUF file and of a 4-bit checkpoint, on a GPU also of an FP8 or MXFP4 checkpoint, "
+    "stay as they are stored",
     "fp8": "weights are rounded to FP8 (e4m3) with a scale per row; with many rows activations, too; of a mixture of "
     "experts, the weights of the experts only (GPU only)",
     "mxfp4": "the weights of experts are rounded to MXFP4, unless they are stored so (GPU only)",
     "int4": "weights are rounded to 4 bits in groups of 128; activations stay in 16 bits (GPU only)",
     "none": "weights are expanded to dtype",
-    "q8": "weights are rounded to 8 bits in groups of 32 (CPU only)",
-    "q4": "weights are rounded to 4 bits in groups of 32 (CPU only)",
+    "q8": "weights are rounded to 8 bits in groups of 32",
+    "q4": "weights are rounded to 4 bits in groups of 32",
+    "gguf": "weights of a quantised GGUF file stay as they are stored (GPU only)",
 }
 KV_DTYPES: Mapping[str, str] = {
     "auto": "that of dtype",

@@ -61,9 +61,9 @@ def stored(values: Tensor, scales: Tensor, zeros: Tensor, config: dict[str, Any]
     return found if symmetric else {**found, "weight_zero_point": pack(zeros, 0)}
 
 
-def save_int4(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """A folder with linear layers in 4 bits; returns their dequantised weights."""
-    save_tiny_model(path, vocab_size=512)
+def save_int4(path: Path, config: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Tensor]:
+    """A folder with linear layers in 4 bits; returns their dequantised weights. options: of the model's config."""
+    save_tiny_model(path, vocab_size=512, options=options)
     described = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
     weights, wanted = load_file(path / "model.safetensors"), {}

@@ -246,7 +246,7 @@ def _load(path: Path, dtype: str, quantization: str, max_positions: int, kv_dtyp
         )
     check_kv_dtype(EngineConfig(kv_dtype="auto" if kv_dtype == FP8_KV else kv_dtype), "cpu", config.dtype)
     spec = read_spec(path)
-    check_models_fit([spec], weight_bytes(config, spec, path))
+    check_models_fit([spec], weight_bytes(config, spec, path, "cpu"))
     decoder = load_model(path, spec, 0, config, "cpu", max_positions)
     return ScoredModel(decoder, max_positions, fp8_kv=kv_dtype == FP8_KV)
 

@@ -46,7 +46,7 @@ def check_model_memory(path: Path, spec: ModelSpec) -> Iterator[Finding]:
 
     device, free = ("cuda", torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else ("cpu", None)
     config = choose_precision(EngineConfig(), device, path)
-    num_bytes = weight_bytes(config, spec, path)
+    num_bytes = weight_bytes(config, spec, path, device)
     check_models_fit([spec], num_bytes, free=free)
     precision = config.dtype if config.quantization == "none" else "quantised, as in the file"
     yield ok(

@@ -35,7 +35,9 @@ from paceline.engine.precision import (
     FP8_KV,
     GPU_FORMATS,
     MXFP4_BITS,
+    OFFSET_FORMATS,
     Precision,
+    WeightFormat,
     check_arch,
     check_kv_dtype,
     rounding_group,
@@ -56,6 +58,7 @@ from paceline.model.registry import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import (
     QuantisedWeights,
+    bits_of_layers,
     has_blocks,
     has_int4,
     load_decoder,
@@ -152,7 +155,7 @@ def build_engine(
     config = choose_precision(given_config, device, path)
     check_kv_dtype(config, device, config.dtype)
     scheduler_options = _with_drafts(config, scheduler_options, device)
-    if config.max_lora_rank and config.quantization in ("fp8", "int4") and not spec.num_experts:
+    if device == "cuda" and config.max_lora_rank and config.quantization != "none" and not spec.num_experts:
         raise ConfigError(
             f"max_lora_rank is {config.max_lora_rank} and quantization is {config.quantization!r}: LoRA adapters need "
             "weights in 16 bits on a GPU; set quantization to none."
@@ -169,14 +172,14 @@ def build_engine(
     config.num_kv_pages(scheduler_config, scheduler_options)
     context = scheduler_config.context_tokens
     draft, draft_config = None, config
-    specs, num_bytes = [spec], weight_bytes(config, spec, path)
+    specs, num_bytes = [spec], weight_bytes(config, spec, path, device)
     if config.draft_model is not None:
         draft = find_draft_model(config.draft_model, spec, random=load == "random", progress=progress)
         draft_config = choose_precision(given_config, device, draft.path)
         if device == "cuda":  # both have the same kernels
             draft_config = replace(draft_config, quantization=config.quantization)
         specs.append(draft.spec)
-        num_bytes += config.tp * weight_bytes(draft_config, draft.spec, draft.path)  # every rank has all of it
+        num_bytes += config.tp * weight_bytes(draft_config, draft.spec, draft.path, device)  # every rank has all of it
     _check_ranks(config, spec, device)
     free = torch.cuda.mem_get_info()[0] * config.num_ranks if device == "cuda" else None
     check_models_fit(specs, num_bytes, free=free)
@@ -192,9 +195,9 @@ def build_engine(
             group, stages = _links(config, _backend(config, device), 0, store, device)
         kernels = None
         if device == "cuda":
-            groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
+            formats = weight_formats(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
             shard = shard_of(group or stages)
-            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard, groups, workers)
+            kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard, formats, workers)
         with _one_thread():
             if text is not None:
                 tokenizer = text.tokenizer
@@ -258,8 +261,8 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
     kernels, context = None, scheduler.context_tokens
     if setup.device == "cuda":
         specs = [spec] if draft is None else [spec, draft.spec]
-        groups = scale_groups(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
-        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group or stages), groups)
+        formats = weight_formats(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
+        kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group or stages), formats)
     with _one_thread():
         fast = load_model(path, spec, setup.seed, config, setup.device, context, None, group, stages)
         drafter = None
@@ -287,7 +290,7 @@ def load_model(
 ) -> DecoderModel:
     """A decoder with its weights, in the precision of `choose_precision`. spec: that of the model at `path`; its
     vocabulary may have another size, which a draft model gets."""
-    if config.quantization not in ("none", *GPU_FORMATS):
+    if device == "cpu" and config.quantization != "none":
         assert path is not None, "only weights of a file are quantised"
         weights = QuantisedWeights(path, quantization=config.quantization, progress=progress)
 
@@ -322,18 +325,21 @@ def group_of_one() -> RankGroup:
 def choose_precision(config: EngineConfig, device: str, path: Path | None) -> EngineConfig:
     """With a dtype, and with quantization as it will be: none, or how the weights in `path` are quantised."""
     given = config.quantization
-    if given in GPU_FORMATS:
+    if given in GPU_FORMATS and (device == "cuda" or given not in ("q4", "q8")):
         on_cpu = {"fp8": "set quantization to q8, or ", "int4": "set quantization to q4, or "}.get(given, "")
         for refused, what in (
             (device == "cpu", f"the device is a CPU: {on_cpu}leave it out"),
-            (given == "int4" and config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
             (config.dtype not in ("auto", "bfloat16"), f"dtype is {config.dtype!r}: set it to bfloat16"),
         ):
             if refused:
                 raise ConfigError(f"quantization is {given!r} and {what}.")
+        if given == "gguf" and (path is None or stored_quantization(path, config.tp) != given):
+            raise ConfigError(
+                "quantization is 'gguf', which needs a quantised GGUF file, without experts, of a model with norms "
+                "before blocks and silu, and whole groups of 32 columns for every rank: leave it out."
+            )
     elif given in ("q4", "q8"):
         for refused, what in (
-            (device == "cuda", "the device is a GPU: set device to cpu, or quantization to none"),
             (config.num_ranks > 1, "tp or pp is given: set them to 1, or quantization to none"),
             (_has_experts(path), "the model has experts, whose weights are not kept in 4 or 8 bits: set it to none"),
             (path is None, "load is 'random': give a model, or set quantization to none"),
@@ -362,9 +368,11 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
         if device == "cuda" and path is not None and config.dtype in ("auto", "bfloat16"):
             stored = stored_quantization(path, config.tp)
             if stored == "none" and config.tp > 1 and stored_quantization(path) != "none":
-                log.warning("experts are expanded to bfloat16: tp %d divides columns that have one scale", config.tp)
-        if stored == "int4" and config.num_ranks > 1:
-            log.warning("weights in 4 bits are expanded to bfloat16: ranks (tp, pp) have no kernels for them")
+                log.warning(
+                    "quantised weights are expanded to bfloat16: tp %d divides columns that have one scale", config.tp
+                )
+        if stored == "gguf" and config.max_lora_rank:
+            log.warning("weights in 4 and 8 bits are expanded to bfloat16: LoRA adapters need 16 bits on a GPU")
             stored = "none"
         config = replace(config, quantization="auto" if is_kept else stored)
     if config.dtype != "auto":
@@ -372,8 +380,11 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
     return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
 
 
-def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> int:
+def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None, device: str) -> int:
     """The memory of the weights, with a config of `choose_precision`."""
+    if device == "cpu" and config.quantization != "none":
+        assert path is not None, "only weights of a file are quantised"
+        return quantised_bytes(path, config.quantization)
     is_kept = path is not None and config.quantization == stored_quantization(path, config.tp)
     if is_kept and config.quantization in ("fp8", "mxfp4") and spec.num_experts:
         bits = 8 if config.quantization == "fp8" else MXFP4_BITS
@@ -382,25 +393,28 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None) -> in
         tables = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
         bits = 8.0 if config.quantization == "fp8" else 4 + 32 / stored_group(path)
         return int((spec.num_parameters - tables) * bits / 8) + 2 * tables
-    if config.quantization not in ("none", *GPU_FORMATS):  # those are loaded in 16 bits, then rounded layer by layer
-        assert path is not None, "only weights of a file are quantised"
-        return quantised_bytes(path, config.quantization)
+    if is_kept and config.quantization == "gguf" and path is not None:
+        return quantised_bytes(path, "gguf", on_gpu=True)
+    # Others are loaded in 16 bits, then rounded layer by layer.
     return spec.num_parameters * (4 if config.dtype == "float32" else 2)
 
 
-def scale_groups(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path | None]]) -> tuple[int, ...]:
-    """Columns with one scale, of each of these models with weights in 4 bits or FP8: as stored, or as they are
-    rounded; 0: all columns of a row."""
+def weight_formats(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path | None]]) -> tuple[WeightFormat, ...]:
+    """Of each of these models, if its weights are quantised on a GPU: as stored, or as they are rounded."""
 
-    def group(spec: ModelSpec, path: Path | None) -> int:
+    def format_of(index: int, spec: ModelSpec, path: Path | None) -> WeightFormat:
         is_stored = path is not None and stored_quantization(path, config.tp) == config.quantization
         if config.quantization == "int4":
-            return stored_group(path) if path is not None and is_stored else rounding_group(spec)
-        return FP8_BLOCK if path is not None and is_stored and spec.num_experts and has_blocks(path) else 0
+            tp = config.tp if index == 0 else 1  # every rank has all of a draft model
+            return WeightFormat(stored_group(path) if path is not None and is_stored else rounding_group(spec, tp))
+        if config.quantization == "gguf" and path is not None and is_stored:
+            return WeightFormat(bits=bits_of_layers(path))
+        has_scales = path is not None and is_stored and spec.num_experts and has_blocks(path)
+        return WeightFormat(FP8_BLOCK if has_scales else 0)
 
-    if config.quantization not in ("fp8", "int4"):
+    if config.quantization not in ("fp8", "int4", *OFFSET_FORMATS):
         return ()
-    return tuple(group(spec, path) for spec, path in models)
+    return tuple(format_of(index, spec, path) for index, (spec, path) in enumerate(models))
 
 
 def _is_quantised(path: Path | None) -> bool:
@@ -497,12 +511,12 @@ def _prepare_kernels(
     scheduler: SchedulerConfig,
     config: EngineConfig,
     shard: Shard = WHOLE_MODEL,
-    groups: tuple[int, ...] = (),
+    formats: tuple[WeightFormat, ...] = (),
     workers: CompileWorkers | None = None,
 ) -> KernelPreparation:
     from paceline.engine.cuda.precompile import KernelPreparation  # not at the top: the CPU needs no Triton
 
-    precision = Precision.of(config, dtype, groups)
+    precision = Precision.of(config, dtype, formats)
     return KernelPreparation(specs, precision, scheduler, config.kernel_folder, shard, workers)
 
 
@@ -747,17 +761,14 @@ def kernel_options(
     """What the kernels of a model, or of a named shape, depend on: see `kernel_variants`. Needs no GPU."""
     path = None if shape is not None else find_model(model or DEFAULT_MODEL)
     spec = named_shape(shape) if path is None and shape is not None else read_spec(str(path))
-    if path is not None and config.quantization == "auto":
-        config = replace(config, quantization=stored_quantization(path, config.tp))
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
-    config = _with_adapters(config, spec, "cuda")
+    config = choose_precision(_with_adapters(config, spec, "cuda"), "cuda", path)
     specs, paths = [spec], [path]
     if config.draft_model is not None:
         draft = find_draft_model(config.draft_model, spec, random=shape is not None)
         specs, paths = [*specs, draft.spec], [*paths, draft.path]
     scheduler = _scheduler_config(spec, _with_drafts(config, scheduler_options, "cuda"), "cuda")
-    groups = scale_groups(config, zip(specs, paths, strict=True))
-    return specs, Precision.of(config, dtype, groups), scheduler
+    formats = weight_formats(config, zip(specs, paths, strict=True))
+    return specs, Precision.of(config, config.dtype, formats), scheduler
 
 
 def _with_drafts(config: EngineConfig, scheduler_options: Mapping[str, Any], device: str) -> dict[str, Any]:

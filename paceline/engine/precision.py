@@ -6,16 +6,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import ConfigError, EngineConfig
+from paceline.model.layout import Shard
 from paceline.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
 
 FP8_KV = "fp8_e4m3"
-GPU_FORMATS = ("fp8", "int4", "mxfp4")  # of weights in fewer bits than activations
+GPU_FORMATS = ("fp8", "int4", "mxfp4", "gguf", "q8", "q4")  # of weights in fewer bits than activations
+OFFSET_FORMATS = ("gguf", "q8", "q4")  # 4 or 8 bits in groups of 32 with an offset, as in GGUF files
 INT4_GROUPS = (128, 64, 32)
 MXFP4_BITS = 4.25  # of a number, with its part of a scale
 FP8_ARCH = 89  # the first one that converts FP8 numbers
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How the weights of a model are quantised, as far as kernels depend on it."""
+
+    group: int = 0  # columns with one scale; 0: all of a row
+    # Those of qkv, out, gate_up and down that occur in its layers; (): of OFFSET_FORMATS as the quantization says.
+    bits: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +35,16 @@ class Precision:
     kv_dtype: str = "auto"  # of the KV cache; auto: dtype
     quantization: str = "none"  # of weights: none, or one of GPU_FORMATS
     lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank
-    # Columns with one scale, of each model with quantised weights: 4 bits, or experts in FP8 (0: all of a row).
-    scale_groups: tuple[int, ...] = ()
+    formats: tuple[WeightFormat, ...] = ()  # of each model with quantised weights
 
     @classmethod
-    def of(cls, config: EngineConfig, dtype: str, scale_groups: tuple[int, ...] = ()) -> Precision:
+    def of(cls, config: EngineConfig, dtype: str, formats: tuple[WeightFormat, ...] = ()) -> Precision:
         """As the options say. dtype: auto is known by now."""
         check_kv_dtype(config, "cuda", dtype)
         kv_dtype = FP8_KV if config.kv_dtype == FP8_KV else "auto"
         lora = (config.max_loras, config.max_lora_rank) if config.max_lora_rank else (0, 0)
         quantization = config.quantization if config.quantization in GPU_FORMATS else "none"
-        return cls(dtype, kv_dtype, quantization, lora, () if quantization == "none" else scale_groups)
+        return cls(dtype, kv_dtype, quantization, lora, () if quantization == "none" else formats)
 
     @property
     def kv_name(self) -> str:
@@ -45,9 +55,11 @@ class Precision:
         return 1 if self.kv_dtype == FP8_KV else dtype.itemsize
 
 
-def rounding_group(spec: ModelSpec) -> int:
-    """Columns with one scale, if weights are rounded to 4 bits: 128, or fewer where a matrix has no multiple of it."""
-    widths = (spec.hidden_size, spec.q_size, spec.ffn_size)
+def rounding_group(spec: ModelSpec, tp: int = 1) -> int:
+    """Columns with one scale, if weights are rounded to 4 bits: 128, or fewer where a matrix of a rank has no multiple
+    of it."""
+    parts = [Shard(rank, tp).spec(spec) for rank in range(tp)]
+    widths = (spec.hidden_size, *(part.q_size for part in parts), *(part.ffn_size for part in parts))
     for group in INT4_GROUPS:
         if not any(width % group for width in widths):
             return group

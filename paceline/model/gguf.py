@@ -9,6 +9,7 @@ that the decoder has only one layout.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, experts, num_stored_bytes
@@ -19,6 +20,7 @@ from paceline.model.rope_config import longrope, yarn_attention_factor
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from paceline.model.quantised import QuantisedTensor
@@ -109,9 +111,16 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
             tensor = read_quantised(file, info)
             return tensor.map_rows(lambda rows: _unpermute(rows, heads[part])) if permuted else tensor
 
+        def read_packed(part: tuple[slice, ...], device: str | torch.device) -> QuantisedTensor:
+            return quantised().part(part).to(device)
+
         is_matrix = len(info.shape) == 2
         shape = (1, *info.shape) if part == "ffn_gate_inp_shexp" and not is_matrix else info.shape
-        return StoredTensor(shape, num_stored_bytes(info), read, quantised if is_matrix else None, quantised_bits(info))
+        found = StoredTensor(shape, num_stored_bytes(info), read)
+        if not is_matrix:
+            return found
+        bits = quantised_bits(info)
+        return replace(found, read_quantised=quantised, quantised_bits=bits, read_packed=read_packed)
 
     return {
         _hugging_face_name(name, layer_names): stored(info)

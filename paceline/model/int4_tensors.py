@@ -80,9 +80,8 @@ def _combined(layer: str, parts: Mapping[str, StoredTensor], found: CheckpointFo
             )
 
     def read_packed(part: tuple[slice, ...], device: str | torch.device) -> Int4Tensor:
-        assert len(part) < 2 or part[1] == slice(None) or part[1] == slice(0, columns), "ranks expand 4-bit weights"
         whole = _read(layer, {name: one.read(()).to(device) for name, one in parts.items()}, (rows, columns), found)
-        return whole.map_rows(lambda values: values[part[0]]) if part else whole
+        return whole.part(part)
 
     def read(part: tuple[slice, ...]) -> Tensor:
         whole = read_packed((), "cpu").dequantise()

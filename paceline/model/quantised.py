@@ -40,6 +40,17 @@ class QuantisedTensor:
         scales, offsets = (to_half_precision(one * factor) for one in (self.scales, self.offsets))
         return QuantisedTensor(self.bits, self.values, scales, offsets)
 
+    def part(self, rows_and_columns: tuple[slice, ...]) -> QuantisedTensor:
+        """Some rows and whole groups of columns."""
+        rows = self.map_rows(lambda values: values[rows_and_columns[0]]) if rows_and_columns else self
+        if len(rows_and_columns) < 2:
+            return rows
+        columns, groups = _whole_groups(rows_and_columns[1], self.values.shape[1], GROUP)
+        return QuantisedTensor(self.bits, rows.values[:, columns], rows.scales[:, groups], rows.offsets[:, groups])
+
+    def to(self, device: str | torch.device) -> QuantisedTensor:
+        return QuantisedTensor(self.bits, *(one.to(device) for one in (self.values, self.scales, self.offsets)))
+
     def with_num_rows(self, count: int) -> QuantisedTensor:
         """The first rows; those that it did not have are zeros."""
         return self.map_rows(lambda rows: F.pad(rows, (0, 0, 0, count - len(rows))))
@@ -90,6 +101,14 @@ class Int4Tensor:
         """With the rows rearranged or selected."""
         return Int4Tensor(function(self.values), function(self.scales), function(self.zeros), self.group)
 
+    def part(self, rows_and_columns: tuple[slice, ...]) -> Int4Tensor:
+        """Some rows and whole groups of columns."""
+        rows = self.map_rows(lambda values: values[rows_and_columns[0]]) if rows_and_columns else self
+        if len(rows_and_columns) < 2:
+            return rows
+        columns, groups = _whole_groups(rows_and_columns[1], self.values.shape[1], self.group)
+        return Int4Tensor(rows.values[:, columns], rows.scales[:, groups], rows.zeros[:, groups], self.group)
+
     def scaled(self, factor: float) -> Int4Tensor:
         return Int4Tensor(self.values, self.scales.float() * factor, self.zeros, self.group)
 
@@ -102,7 +121,15 @@ class Mxfp4Tensor:
     scales: Tensor  # [..., N, K / 32] uint8
 
 
-PackedTensor = Fp8Tensor | Int4Tensor | Mxfp4Tensor  # of a checkpoint whose format a GPU keeps
+PackedTensor = Fp8Tensor | Int4Tensor | Mxfp4Tensor | QuantisedTensor  # of a file whose format a GPU keeps
+
+
+def _whole_groups(columns: slice, num_columns: int, group: int) -> tuple[slice, slice]:
+    start, stop, _ = columns.indices(num_columns)
+    assert start % group == 0 and (stop % group == 0 or stop == num_columns), (
+        "`stored_quantization` allows whole groups"
+    )
+    return slice(start, stop), slice(start // group, -(-stop // group))
 
 
 def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:

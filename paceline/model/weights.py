@@ -22,6 +22,7 @@ from paceline.model.experts import name_experts
 from paceline.model.fp8_tensors import MIN_COLUMNS, concatenate_fp8, fp8_tensors
 from paceline.model.gguf import gguf_tensors
 from paceline.model.gguf_file import is_gguf, open_gguf
+from paceline.model.gguf_tensors import is_quantised
 from paceline.model.int4_tensors import concatenate_int4, int4_tensors
 from paceline.model.layout import (
     WHOLE_MODEL,
@@ -92,19 +93,39 @@ def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
 
 
 def stored_quantization(path: str | Path, tp: int = 1) -> str:
-    """fp8 or int4 if all matrices of the layers are stored so, in a form that an executor can keep; else none. Of a
-    mixture of experts: fp8 or mxfp4 if the experts are, and `tp` ranks can divide their scales."""
-    found = _format(Path(path))
+    """fp8, int4 or gguf if the matrices of the layers are stored so, in a form that a GPU can keep, and `tp` ranks can
+    divide their scales; else none. Of a mixture of experts: fp8 or mxfp4 if the experts are."""
+    path = Path(path)
+    if is_gguf(path):
+        spec, is_kept = read_spec(path), is_quantised(open_gguf(path))
+        has_kernels = _has_plain_layers(spec) and not spec.num_experts and _can_divide_groups(spec, tp, GROUP)
+        return "gguf" if is_kept and has_kernels else "none"
+    found = _format(path)
     if found is None:
         return "none"
-    spec, stored = _open(Path(path))
+    spec, stored = _open(path)
     parts = [name for name, part in stored_parts(spec).items() if _is_kept(spec, part.target)]
     if spec.num_experts:
         has_kernels = spec.norm_placement == "pre" and not found.group and _can_divide(spec, tp, found)
     else:
-        has_kernels = spec.norm_placement == "pre" and spec.activation == "silu"
+        has_kernels = _has_plain_layers(spec) and (not found.group or _can_divide_groups(spec, tp, found.group))
     are_kept = has_kernels and all(name in stored and stored[name].read_packed is not None for name in parts)
     return found.quantization if are_kept else "none"
+
+
+def _has_plain_layers(spec: ModelSpec) -> bool:
+    """Whether a GPU has kernels for quantised weights of such layers."""
+    return spec.norm_placement == "pre" and spec.activation == "silu"
+
+
+def _can_divide_groups(spec: ModelSpec, tp: int, group: int) -> bool:
+    """Whether every rank has whole groups of the columns of `out` and `down`."""
+    if tp > min(spec.num_heads, spec.ffn_size):
+        return False
+    shards = [Shard(rank, tp) for rank in range(tp)]
+    starts = [one.heads(spec)[0].start * spec.head_dim for one in shards]
+    starts += [one.aligned_part(spec.ffn_size).start for one in shards]
+    return not any(start % group for start in starts)
 
 
 def _can_divide(spec: ModelSpec, tp: int, found: CheckpointFormat) -> bool:
@@ -217,6 +238,8 @@ def fuse_weights(
 
 def _joined(parts: list[PackedTensor]) -> PackedTensor:
     """The rows of all parts of a fused matrix."""
+    if of_gguf := [one for one in parts if isinstance(one, QuantisedTensor)]:
+        return concatenate(of_gguf)
     if of_mxfp4 := [one for one in parts if isinstance(one, Mxfp4Tensor)]:
         return concatenate_mxfp4(of_mxfp4)
     of_4_bits = [one for one in parts if isinstance(one, Int4Tensor)]
@@ -261,18 +284,36 @@ class QuantisedWeights:
         return found
 
 
-def quantised_bytes(path: str | Path, quantization: str) -> int:
-    """The memory of `QuantisedWeights`, before any is read. A fused matrix has the most bits of its parts."""
+def quantised_bytes(path: str | Path, quantization: str, *, on_gpu: bool = False) -> int:
+    """The memory of `QuantisedWeights`, before any is read; on a GPU embedding, head and vectors have 16 bits."""
+    spec, bits = read_spec(path), fused_bits(path, quantization)
+    num_bytes = 0
+    for name, shape in target_shapes(spec).items():
+        count = math.prod(shape)
+        if is_matrix(name) and (not on_gpu or _is_kept(spec, name)):
+            num_bytes += count * bits[name] // 8 + 4 * shape[0] * -(-shape[1] // GROUP)
+        else:
+            num_bytes += count * (2 if on_gpu else 4)
+    return num_bytes
+
+
+def bits_of_layers(path: str | Path) -> tuple[tuple[int, ...], ...]:
+    """The bits of qkv, out, gate_up and down that occur in the layers of a GGUF file."""
+    found: dict[str, set[int]] = {"qkv": set(), "out": set(), "gate_up": set(), "down": set()}
+    for name, bits in fused_bits(path, "gguf").items():
+        if "." in name and is_matrix(name):
+            found[name.rpartition(".")[2]].add(bits)
+    return tuple(tuple(sorted(bits)) for bits in found.values())
+
+
+def fused_bits(path: str | Path, quantization: str) -> dict[str, int]:
+    """The bits of each fused matrix, the most of its parts."""
     spec, stored = _open(Path(path))
     given = _BITS.get(quantization)
     bits: dict[str, int] = {}
     for name, part in stored_parts(spec).items():
         bits[part.target] = max(bits.get(part.target, 0), given or stored[name].quantised_bits)
-    num_bytes = 0
-    for name, shape in target_shapes(spec).items():
-        count = math.prod(shape)
-        num_bytes += count * bits[name] // 8 + 4 * shape[0] * -(-shape[1] // GROUP) if is_matrix(name) else 4 * count
-    return num_bytes
+    return bits
 
 
 def _check_names(

@@ -22,7 +22,7 @@ from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
-from paceline.engine.precision import Precision
+from paceline.engine.precision import Precision, WeightFormat
 from paceline.kernels.binaries import compile_for, compile_variant
 from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
@@ -88,7 +88,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "num_pages": 200,
             "max_running": 3,
             "quantization": "fp8",
-            "groups": (128,),
+            "formats": (WeightFormat(128),),
             "rank": Shard(1, 2),
         },
     ),
@@ -96,6 +96,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("tiny-qwen3", {"context_tokens": 4096, "num_pages": 2000, "max_running": 130, "shared_reads": False}),
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "fp8"}),
     ("wide", {"context_tokens": 900, "num_pages": 200, "max_running": 80, "draft_tokens": 4, "quantization": "int4"}),
+    # A GGUF file with matrices of 4 and of 8 bits.
+    (
+        "wide",
+        {
+            "context_tokens": 600,
+            "num_pages": 200,
+            "max_running": 80,
+            "draft_tokens": 4,
+            "quantization": "gguf",
+            "formats": (WeightFormat(bits=((4, 8), (4,), (4,), (4, 8))),),
+        },
+    ),
+    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 3, "quantization": "q4"}),
     # LoRA adapters, of which some requests use one.
     ("tiny-llama", {"context_tokens": 600, "num_pages": 200, "max_running": 37, "draft_tokens": 4, "lora": (3, 8)}),
     (
@@ -107,7 +120,7 @@ STAGES: list[tuple[str, dict[str, Any]]] = [
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 9}),
     ("tiny-gemma2", {"context_tokens": 600, "num_pages": 200, "max_running": 5}),
 ]  # with pipeline parallelism
-NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "groups", "lora")  # options
+NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "formats", "lora")  # options
 # Large enough for the fused GEMM.
 SPECS = {
     "wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512),
@@ -189,8 +202,8 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
     group = DryGroup(shard) if shard.size > 1 else None
     scheduler = SchedulerConfig(**{name: value for name, value in options.items() if name not in NOT_SCHEDULERS})
     lora: tuple[int, int] = options.get("lora", (0, 0))
-    quantization, groups = options.get("quantization", "none"), options.get("groups", ())
-    precision = Precision("float32", options.get("kv", "auto"), quantization, lora, groups)
+    quantization, formats = options.get("quantization", "none"), options.get("formats", ())
+    precision = Precision("float32", options.get("kv", "auto"), quantization, lora, formats)
     engine = EngineConfig(
         kv_dtype=precision.kv_dtype,
         quantization=precision.quantization,
@@ -204,8 +217,8 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
     listed = {_on_any_device(variant) for variant in variants}
     common: dict[str, Any] = {"dtype": "float32", "max_positions": scheduler.context_tokens}
     decoder = random_decoder(specs[0], group=group, **common)
-    if groups:  # else `build_cuda` rounds
-        quantise_decoder(decoder, quantization, groups[0])
+    if formats:  # else `build_cuda` rounds
+        quantise_decoder(decoder, quantization, formats[0])
     draft = random_decoder(specs[1], **common) if len(specs) > 1 else None
     device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
     if device.drafts is not None:

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.config import EngineConfig
-from paceline.engine.build import choose_precision, scale_groups, weight_bytes
+from paceline.engine.build import choose_precision, weight_bytes, weight_formats
 from paceline.engine.cuda.quantised import keep_fp8, quantise_decoder, stored_weights
+from paceline.engine.precision import WeightFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantised_linear import QuantisedMatrix
 from paceline.model.decoder import Experts
@@ -89,8 +90,8 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
     wanted = save_fp8(path, config, EXPERTS)
     chosen, spec = choose_precision(EngineConfig(), "cuda", path), check_files(path)
     assert stored_quantization(path) == stored_quantization(path, tp=3) == chosen.quantization == "fp8"
-    assert scale_groups(chosen, [(spec, path)]) == (128 if config is BLOCKS else 0,)
-    assert weight_bytes(chosen, spec, path) == 2 * spec.num_parameters - spec.num_expert_parameters
+    assert weight_formats(chosen, [(spec, path)]) == (WeightFormat(128 if config is BLOCKS else 0),)
+    assert weight_bytes(chosen, spec, path, "cuda") == 2 * spec.num_parameters - spec.num_expert_parameters
     # A rank would have one or two columns: fewer than a kernel multiplies at once.
     assert stored_quantization(path, tp=100) == ("none" if config is BLOCKS else "fp8")
     for groups in ([None], *(ThreadGroup.of_size(size) for size in (2, 3))):
@@ -106,7 +107,7 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
                 (mine.expert_gate_up, theirs.expert_gate_up.clone()),
                 (mine.expert_down, theirs.expert_down.clone()),
             )
-            quantise_decoder(expanded, "fp8", scale_groups(chosen, [(spec, path)])[0])
+            quantise_decoder(expanded, "fp8", weight_formats(chosen, [(spec, path)])[0])
             rounded: Any = expanded.layers[0].mlp
             for (found, values), same in zip(pairs, (rounded.expert_gate_up, rounded.expert_down), strict=True):
                 assert isinstance(found, Fp8Experts) and torch.equal(found.dequantise(), values)

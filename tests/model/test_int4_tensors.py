@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import choose_precision, kernel_options, scale_groups, weight_bytes
+from paceline.engine.build import choose_precision, kernel_options, weight_bytes, weight_formats
 from paceline.engine.cuda.quantised import keep_int4
-from paceline.kernels.int4_linear import Int4Matrix
+from paceline.engine.precision import WeightFormat
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.model.int4_tensors import int4_tensors
 from paceline.model.layout import StoredTensor
 from paceline.model.quantization_config import read_format
@@ -43,7 +44,7 @@ def test_4_bit_checkpoints_have_the_values_of_their_scales(tmp_path: Path, name:
     assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
     kept = load_decoder(path, dtype="bfloat16", keep=keep_int4)
     qkv: Any = kept.layers[1].qkv
-    assert isinstance(qkv, Int4Matrix) and qkv.group == 32 and kept.dtype is torch.bfloat16
+    assert isinstance(qkv, GroupwiseMatrix) and qkv.group == 32 and kept.dtype is torch.bfloat16
     assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
 
 
@@ -52,14 +53,14 @@ def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path, caplog: p
     save_int4(path, AWQ)
     assert stored_quantization(path) == "int4" and stored_group(path) == 32
     kept = choose_precision(EngineConfig(), "cuda", path)
-    assert kept.quantization == "int4" and scale_groups(kept, [(read_spec(path), path)]) == (32,)
+    assert kept.quantization == "int4" and weight_formats(kept, [(read_spec(path), path)]) == (WeightFormat(32),)
     wide, spec = EngineConfig(dtype="bfloat16", quantization="none"), read_spec(path)
-    assert weight_bytes(kept, spec, path) < weight_bytes(wide, spec, path)
-    assert kernel_options(path, None, EngineConfig(), {})[1].scale_groups == (32,)
+    assert weight_bytes(kept, spec, path, "cuda") < weight_bytes(wide, spec, path, "cuda")
+    assert kernel_options(path, None, EngineConfig(), {})[1].formats == (WeightFormat(32),)
     assert choose_precision(EngineConfig(dtype="float16"), "cuda", path).quantization == "none"
     assert choose_precision(EngineConfig(quantization="none"), "cuda", path).quantization == "none"
-    assert choose_precision(EngineConfig(tp=2), "cuda", path).quantization == "none"
-    assert "weights in 4 bits are expanded to bfloat16" in caplog.text
+    assert choose_precision(EngineConfig(tp=64), "cuda", path).quantization == "none"
+    assert "quantised weights are expanded to bfloat16: tp 64 divides columns" in caplog.text
 
 
 def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None:
@@ -157,7 +158,6 @@ def test_a_config_of_another_format_and_damaged_values_are_refused(tmp_path: Pat
     [
         ({}, "cpu", "quantization is 'int4' and the device is a CPU: set quantization to q4"),
         ({"dtype": "float16"}, "cuda", "quantization is 'int4' and dtype is 'float16': set it to bfloat16"),
-        ({"tp": 2}, "cuda", "quantization is 'int4' and tp or pp is given"),
     ],
 )
 def test_rounding_to_4_bits_is_refused_where_no_kernel_supports_it(options: Any, device: str, error: str) -> None:

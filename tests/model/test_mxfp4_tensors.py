@@ -102,12 +102,12 @@ def test_experts_are_kept_as_they_are_stored(tmp_path: Path, caplog: pytest.LogC
     assert chosen.quantization == stored_quantization(tmp_path, tp=2) == "mxfp4" and chosen.dtype == "bfloat16"
     for config in (EngineConfig(tp=4), EngineConfig(quantization="none"), EngineConfig(dtype="float32")):
         assert choose_precision(config, "cuda", tmp_path).quantization == "none"
-    assert caplog.messages == ["experts are expanded to bfloat16: tp 4 divides columns that have one scale"]
+    assert caplog.messages == ["quantised weights are expanded to bfloat16: tp 4 divides columns that have one scale"]
     assert choose_precision(EngineConfig(), "cpu", tmp_path).quantization == "none"
     with pytest.raises(ConfigError, match="quantization is 'mxfp4' and the device is a CPU: leave it out"):
         choose_precision(EngineConfig(quantization="mxfp4"), "cpu", tmp_path)
     expected_bytes = 2 * (spec.num_parameters - spec.num_expert_parameters) + spec.num_expert_parameters * 17 // 32
-    assert weight_bytes(chosen, spec, tmp_path) == pytest.approx(expected_bytes, abs=1)
+    assert weight_bytes(chosen, spec, tmp_path, "cuda") == pytest.approx(expected_bytes, abs=1)
     for group in (None, *ThreadGroup.of_size(2)):
         options: dict[str, Any] = {"dtype": "float32", "group": group}
         kept = load_decoder(tmp_path, keep=stored_weights("mxfp4", spec), **options)

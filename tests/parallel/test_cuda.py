@@ -14,8 +14,10 @@ from torch import Tensor
 
 from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.quantised import keep_int4, keep_quantised
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
 from paceline.engine.parallel_executor import ParallelExecutor
@@ -24,7 +26,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layout import Shard, target_shapes
 from paceline.model.lora import LoraFile, LoraWeights
-from paceline.model.weights import shard_weights
+from paceline.model.weights import Keep, load_decoder, shard_weights, stored_quantization
 from paceline.parallel.threads import ThreadGroup
 from paceline.request import Grammar, SamplingParams
 from paceline.sampling.types import Bits, Drafts, Masks
@@ -34,10 +36,13 @@ from paceline.shared_pages import SharedPages
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.cluster.disaggregated import Pair
 from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_sizes
+from tests.engine.cuda.test_int4 import dequantised, on_cpu
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
 from tests.engine.cuda.test_lora import write_adapters
 from tests.parallel.ranks import ThreadRanks
+from tests.tiny_gguf import save_gguf
+from tests.tiny_int4 import AWQ, save_int4
 
 pytestmark = INTERPRETED
 
@@ -135,23 +140,18 @@ def on_ranks(name: str, size: int, **options: Any) -> tuple[LLM, list[CudaExecut
 def engine_of(
     name: str, size: int, role: str = "both", hooks: EngineHooks | None = None, **options: Any
 ) -> tuple[Engine, list[CudaExecutor]]:
-    """drafts: the draft model of each rank."""
-    whole = decoder(name)
-    weights = _fused(whole)
+    """drafts: the draft model of each rank. load: the decoder of a rank; otherwise it has its part of a random one."""
+    load: Callable[[TurnGroup | None], Decoder] | None = options.pop("load", None)
+    whole, quantization = decoder(name) if load is None else load(None), options.pop("quantization", "none")
     max_lora_rank, drafts = options.pop("max_lora_rank", 0), options.pop("drafts", [None] * size)
     config = SchedulerConfig(**{**BASE, **options})
     executors = []
     for group, draft in zip(TurnGroup.of_size(size), drafts, strict=True):
-        part = Decoder(
-            whole.whole_spec,
-            shard_weights(whole.whole_spec, weights, group.shard),
-            max_positions=CONTEXT,
-            group=group,
-        )
+        part = _part(whole, group) if load is None else load(group)
         executors.append(
             build_cuda(
                 part,
-                EngineConfig(max_lora_rank=max_lora_rank, role=role),
+                EngineConfig(max_lora_rank=max_lora_rank, role=role, quantization=quantization),
                 config,
                 None,
                 prefill_sizes=(16,),
@@ -171,6 +171,11 @@ def engine_of(
     return Engine(scheduler, executor, tokenizer, vocab_size=vocab_size, spec=spec, info=info, hooks=hooks), executors
 
 
+def _part(whole: Decoder, group: TurnGroup) -> Decoder:
+    weights = shard_weights(whole.whole_spec, _fused(whole), group.shard)
+    return Decoder(whole.whole_spec, weights, max_positions=CONTEXT, group=group)
+
+
 def _fused(whole: Decoder) -> dict[str, Tensor]:
     """The fused tensors of a decoder."""
     weights = {"embedding": whole.embedding, "norm": whole.norm}
@@ -188,6 +193,30 @@ def _fused(whole: Decoder) -> dict[str, Tensor]:
                 in_mlp = part.startswith(("gate_up", "down", "router", "shared"))
                 weights[name] = getattr(owner.mlp if in_mlp else owner, part)
     return weights
+
+
+@pytest.mark.parametrize("max_rows", [2, 224])
+@pytest.mark.parametrize(("quantization", "keep"), [("gguf", keep_quantised), ("int4", keep_int4)])
+def test_ranks_divide_weights_in_groups(
+    tmp_path: Path, quantization: str, keep: Keep, max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GGUF file and of a 4-bit checkpoint, converted in registers and expanded. Ranks have different numbers."""
+    monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", max_rows)
+    path = tmp_path / "model.gguf"
+    if quantization == "gguf":
+        save_gguf(path)
+    else:
+        save_int4(path, AWQ, {"head_dim": 32})
+    assert stored_quantization(path, tp=2) == quantization and stored_quantization(path, tp=64) == "none"
+
+    def load(group: TurnGroup | None) -> Decoder:
+        return load_decoder(path, dtype="float32", max_positions=CONTEXT, group=group, keep=keep)
+
+    expected = on_cpu(dequantised(load(None)))
+    llm, executors = on_ranks("", 2, load=load, quantization=quantization)
+    with llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+    assert all(one.model.is_groupwise and not one.model.uses_pdl(1) for one in executors)
 
 
 @pytest.mark.parametrize(

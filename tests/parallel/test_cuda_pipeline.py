@@ -208,14 +208,15 @@ def test_stages_have_the_scales_of_an_fp8_cache_of_one_stage() -> None:
     assert torch.equal(torch.cat(scales[:2]), scales[2]) and not (scales[2] == 1).all()
 
 
-def test_fp8_weights_of_stages_give_the_tokens_of_one_stage() -> None:
+@pytest.mark.parametrize("quantization", ["fp8", "q8"])
+def test_quantised_weights_of_stages_give_the_tokens_of_one_stage(quantization: str) -> None:
     found = []
     for num_stages in (1, 2):
         model = decoder("tiny-qwen3")
         if num_stages == 1:
-            llm, _ = on_kernels("tiny-qwen3", model=model, quantization="fp8")
+            llm, _ = on_kernels("tiny-qwen3", model=model, quantization=quantization)
         else:
-            llm, _ = on_stages(model, engine={"quantization": "fp8"})
+            llm, _ = on_stages(model, engine={"quantization": quantization})
         with llm:
             found.append([output.token_ids for output in llm.generate(PROMPTS[1:3], SHORT)])
     assert found[0] == found[1]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.kernels.int4_linear import Int4Matrix
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.lora import AdapterMatrix
 from paceline.kernels.quantised_linear import QuantisedMatrix
 
@@ -19,14 +19,14 @@ class LinearWeights:
     weight: Tensor  # empty if it is quantised
     bias: Tensor | None
     gated: bool = False
-    quantised: QuantisedMatrix | Int4Matrix | None = None
+    quantised: QuantisedMatrix | GroupwiseMatrix | None = None
     norm: Tensor | None = None  # the RMSNorm before it, if that is not folded into the weight
     adapters: AdapterMatrix | None = None  # LoRA, where that is enabled
 
     @classmethod
     def taken_over(
         cls,
-        weight: Tensor | QuantisedMatrix | Int4Matrix,
+        weight: Tensor | QuantisedMatrix | GroupwiseMatrix,
         bias: Tensor | None,
         norm: Tensor | None = None,
         *,

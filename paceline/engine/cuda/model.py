@@ -50,7 +50,7 @@ from paceline.engine.cuda.quantised import (
 )
 from paceline.kernels._triton import cdiv
 from paceline.kernels.gather_tokens import gather_tokens
-from paceline.kernels.int4_linear import Int4Matrix
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.linear import (
     LinearTuning,
     LinearWorkspace,
@@ -257,7 +257,7 @@ class CudaModel:
         check_supported(spec)
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
         weight: object = decoder.layers[0].qkv
-        self.is_quantised, self.is_int4 = not isinstance(weight, Tensor), isinstance(weight, Int4Matrix)
+        self.is_quantised, self.is_groupwise = not isinstance(weight, Tensor), isinstance(weight, GroupwiseMatrix)
         self.group, self.whole_spec = decoder.group, decoder.whole_spec
         self.stages, self.shard = decoder.stages, decoder.shard
         # The first token id whose embedding this rank has; None: it has all.
@@ -277,11 +277,12 @@ class CudaModel:
         self.has_quantised_experts = self.experts is not None and self.experts.has_quantised
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
-        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce.
+        # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce. Those
+        # of weights in groups use none.
         largest = _LARGE_WEIGHT if self.experts is None else _LARGE_WEIGHT_WITH_EXPERTS
         self._max_fused_rows = self._max_summed_rows = 0
-        if self.group is None and self.is_quantised:
-            self._max_fused_rows = max_small_rows(int4=self.is_int4)
+        if self.is_groupwise or (self.group is None and self.is_quantised):
+            self._max_fused_rows = max_small_rows(is_groupwise=self.is_groupwise)
         elif self.group is None:
             is_small = self._largest_weight() < largest
             self._max_fused_rows = _MAX_FUSED_ROWS if is_small else 1
@@ -309,7 +310,7 @@ class CudaModel:
         if self.group is not None or spec.norm_placement != "pre":
             self._partial = empty(max_tokens, spec.hidden_size)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
-        fused_rows = min(max_tokens if self.is_int4 else max_rows, self._max_fused_rows)
+        fused_rows = min(max_tokens if self.is_groupwise else max_rows, self._max_fused_rows)
         widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
         self._workspace = LinearWorkspace(
             torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
@@ -318,7 +319,7 @@ class CudaModel:
         self._quantised_buffers = None
         if self.is_quantised:
             self._quantised_buffers = QuantisedBuffers.empty(
-                spec, max_tokens, self.dtype, self.device, int4=self.is_int4
+                spec, max_tokens, self.dtype, self.device, is_groupwise=self.is_groupwise
             )
 
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
@@ -490,7 +491,8 @@ class CudaModel:
     def uses_pdl(self, num_tokens: int) -> bool:
         """Whether a decode batch uses programmatic dependent launch (PDL): 4 to 6% faster where GEMMs are fused
         (docs/log/gemms.md)."""
-        return self.fused_tuning(self.layers[0].qkv, num_tokens) is not None and self.device.type != "cpu"
+        is_fused = self.fused_tuning(self.layers[0].qkv, num_tokens) is not None
+        return is_fused and self.group is None and self.device.type != "cpu"
 
     def select(self, hidden: Tensor, index: Tensor) -> Tensor:
         """Rows of `hidden` by `index` [N] int32."""
@@ -785,8 +787,8 @@ class ForwardPass:
         self.normed, self.gate_up, self.act = (buffer[:count] for buffer in (model._normed, model._gate_up, model._act))
 
     def _tuning(self, weights: LinearWeights) -> LinearTuning | None:
-        # 4-bit weights are converted in registers for few rows of prompts, too: otherwise they would be expanded.
-        return self.model.fused_tuning(weights, len(self.x)) if self.fused or self.model.is_int4 else None
+        # Weights in groups are converted in registers for few rows of prompts, too: they would be expanded otherwise.
+        return self.model.fused_tuning(weights, len(self.x)) if self.fused or self.model.is_groupwise else None
 
     def norm(self, weight: Tensor | None = None) -> None:
         """normed = norm(x), after adding to x what ranks have summed. weight: if it is not folded into what follows."""

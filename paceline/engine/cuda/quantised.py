@@ -5,10 +5,10 @@
                          -> [silu, round] down
 
 With few rows a GEMM only reads its weight: it is converted in registers, and activations stay in 16 bits
-(kernels/quantised_linear.py, kernels/int4_linear.py). With many rows FP8 weights are multiplied with activations that
-are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. Its fastest kernels for up
-to 1,024 rows know one scale per matrix only: they multiply without scales, and the kernel that reads their output
-applies those of rows and columns (`factors`). 4-bit weights are expanded (int4.py).
+(kernels/quantised_linear.py, kernels/groupwise_linear.py). With many rows FP8 weights are multiplied with activations
+that are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. Its fastest kernels
+for up to 1,024 rows know one scale per matrix only: they multiply without scales, and the kernel that reads their
+output applies those of rows and columns (`factors`). Weights in groups, of 4 or 8 bits, are expanded (groupwise.py).
 
 Of a mixture of experts, only the experts are quantised (experts.py).
 
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from paceline.config import ConfigError
-from paceline.engine.cuda import int4 as int4_linears
-from paceline.engine.cuda.int4 import ExpandedWeights, int4_tuning
+from paceline.engine.cuda import groupwise
+from paceline.engine.cuda.groupwise import ExpandedWeights, groupwise_tuning
 from paceline.engine.cuda.linear_weights import LinearWeights
-from paceline.engine.precision import rounding_group
+from paceline.engine.precision import OFFSET_FORMATS, WeightFormat, rounding_group
 from paceline.kernels.expert_weights import GROUP as MXFP4_GROUP
 from paceline.kernels.expert_weights import (
     Fp8Experts,
@@ -39,14 +39,20 @@ from paceline.kernels.expert_weights import (
     quantise_fp8_experts,
     quantise_mxfp4,
 )
-from paceline.kernels.int4_linear import Int4Matrix, int4_linear, pack_int4, quantise_int4
+from paceline.kernels.groupwise_linear import (
+    GroupwiseMatrix,
+    groupwise_linear,
+    pack_groupwise,
+    pack_with_offsets,
+    quantise_int4,
+)
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import apply_scales, quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.model.decoder import Decoder, Experts, Mlp
 from paceline.model.fp8_tensors import block_of_part
-from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor
+from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor, QuantisedTensor, quantise
 from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 
@@ -54,14 +60,14 @@ _MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
 _MAX_UNSCALED_ROWS = 1024  # rows up to which the library's kernel without scales is faster (docs/log/gemms.md)
 
 
-def max_small_rows(*, int4: bool) -> int:
+def max_small_rows(*, is_groupwise: bool) -> int:
     """Rows up to which weights are converted in registers."""
-    return int4_linears.MAX_INT4_ROWS if int4 else _MAX_FP8_ROWS
+    return groupwise.MAX_GROUPWISE_ROWS if is_groupwise else _MAX_FP8_ROWS
 
 
 def quantised_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
-    if isinstance(weights.quantised, Int4Matrix):
-        return int4_tuning(rows, weights.gated)
+    if isinstance(weights.quantised, GroupwiseMatrix):
+        return groupwise_tuning(rows, weights.gated)
     # The fastest of nine tiles for the linear layers of Qwen3-14B at one row on an H200 (docs/log/gemms.md).
     return LinearTuning(16, 64, 128, 4, 4, 1 if weights.gated else 4)
 
@@ -159,13 +165,13 @@ class QuantisedBuffers:
         dtype: torch.dtype,
         device: torch.device,
         *,
-        int4: bool,
+        is_groupwise: bool,
     ) -> QuantisedBuffers:
-        few = min(tokens, max_small_rows(int4=int4))
+        few = min(tokens, max_small_rows(is_groupwise=is_groupwise))
         return cls(
             inputs=torch.zeros(few, spec.hidden_size, dtype=operand_dtype(dtype), device=device),
             partial=torch.zeros(tokens, spec.hidden_size, dtype=dtype, device=device),
-            many=ExpandedWeights(spec, tokens, dtype, device) if int4 else RoundedRows(spec, tokens, device),
+            many=ExpandedWeights(spec, tokens, dtype, device) if is_groupwise else RoundedRows(spec, tokens, device),
         )
 
 
@@ -206,11 +212,16 @@ class QuantisedPass:
             out.add_(weights.bias)
 
     def add_linear(self, weights: LinearWeights, source: Tensor, *, small: bool) -> None:
-        """x += linear(source) if `small`; else `partial` = linear(source), which the next norm adds to x."""
-        if small:
+        """x += linear(source) if `small` and there is one rank; else `partial` = linear(source), which the next norm
+        adds to x."""
+        if not small:
+            self._sum_many(weights, source)
+        elif self.group is None:
             self._linear(source, weights, self.x, residual=self.x)
         else:
-            self._sum_many(weights, source)
+            out = self.buffers.partial[: len(source)]
+            self._linear(source, weights, out)
+            self.partial = self.group.all_reduce(out)
 
     def add_gated_linear(self, weights: LinearWeights, gate_up: Tensor) -> None:
         """As `add_linear` with many rows, of silu(gate) * up."""
@@ -220,8 +231,8 @@ class QuantisedPass:
         tuning, matrix = quantised_tuning(weights, len(source)), weights.quantised
         workspace = self.workspace if tuning.split_k > 1 else None
         options = (out, tuning, weights.bias, weights.gated, residual, workspace, self.pdl)
-        if isinstance(matrix, Int4Matrix):
-            int4_linear(source, matrix, *options)
+        if isinstance(matrix, GroupwiseMatrix):
+            groupwise_linear(source, matrix, *options)
         elif matrix is not None:
             quantised_linear(source, matrix, *options)
 
@@ -258,14 +269,16 @@ def load_library_kernels(
             buffers.many.load_kernel(weights.quantised, rows, out[:rows])
 
 
-def quantise_decoder(decoder: Decoder, quantization: str, group: int | None = None) -> None:
-    """Rounds the matrices of all layers to FP8 or 4 bits, in place, one layer after the other; those that were stored
-    so stay. Of a mixture of experts: those of the experts, to FP8 or MXFP4. group: columns with one scale; None: as
-    `rounding_group` chooses for 4 bits, and all for FP8; 0: all. A model without experts has nothing in MXFP4."""
+def quantise_decoder(decoder: Decoder, quantization: str, format: WeightFormat | None = None) -> None:
+    """Rounds the matrices of all layers to FP8, 4 or 8 bits, in place, one layer after the other; those that were
+    stored so stay. Of a mixture of experts: those of the experts, to FP8 or MXFP4. format: of a checkpoint, so that a
+    decoder without data has its kernels: where matrices differ in bits, the first half of the layers has the fewest.
+    None: 4 bits in groups as `rounding_group` chooses, and FP8 with a scale per row. A model without experts has
+    nothing in MXFP4."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
     if spec.num_experts and quantization in ("fp8", "mxfp4"):
-        _quantise_experts(decoder, quantization, in_blocks=bool(group))
+        _quantise_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
         return
     if quantization == "mxfp4":
         return
@@ -278,17 +291,25 @@ def quantise_decoder(decoder: Decoder, quantization: str, group: int | None = No
     if any(type(layer.mlp) is not Mlp for layer in layers):
         raise ConfigError(f"quantization is {quantization!r} and the model has a mixture of experts: set it to none.")
 
-    def rounded(weight: Tensor) -> Any:
+    default = (4 if quantization == "q4" else 8,)
+    bits = format.bits if format is not None and format.bits else (default,) * 4
+
+    def rounded(weight: Tensor, bits: int) -> Any:
         if quantization == "fp8":
             return quantise_fp8(weight)
-        return quantise_int4(weight, rounding_group(spec) if group is None else group)
+        if quantization in OFFSET_FORMATS:
+            return keep_quantised(quantise(weight, bits))
+        group = rounding_group(decoder.whole_spec, decoder.shard.size) if format is None else format.group
+        return quantise_int4(weight, group)
 
     for index, layer in enumerate(layers):
         if not isinstance(layer.qkv, Tensor):
             continue  # stored so
-        mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up), down=rounded(layer.mlp.down))
-        layers[index] = replace(layer, qkv=rounded(layer.qkv), out=rounded(layer.out), mlp=mlp)
-    decoder.precision = f"{decoder.precision}, weights in {'FP8' if quantization == 'fp8' else '4 bits'}"
+        qkv, out, gate_up, down = ((min if 2 * index < len(layers) else max)(each) for each in bits)
+        mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up, gate_up), down=rounded(layer.mlp.down, down))
+        layers[index] = replace(layer, qkv=rounded(layer.qkv, qkv), out=rounded(layer.out, out), mlp=mlp)
+    name = {"fp8": "FP8", "gguf": "4 and 8 bits", "q8": "8 bits"}.get(quantization, "4 bits")
+    decoder.precision = f"{decoder.precision}, weights in {name}"
 
 
 def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:
@@ -318,9 +339,14 @@ def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -
     decoder.precision = f"{decoder.precision}, experts in {quantization.upper()}"
 
 
-def keep_int4(tensor: Int4Tensor) -> Int4Matrix:
+def keep_int4(tensor: Int4Tensor) -> GroupwiseMatrix:
     """A matrix of a 4-bit checkpoint, on the device of the tensor."""
-    return pack_int4(tensor.values, tensor.scales, tensor.zeros, tensor.group)
+    return pack_groupwise(tensor.values, tensor.scales, tensor.zeros, tensor.group)
+
+
+def keep_quantised(tensor: QuantisedTensor) -> GroupwiseMatrix:
+    """A matrix of a GGUF file, on the device of the tensor."""
+    return pack_with_offsets(tensor.values, tensor.scales, tensor.offsets, bits=tensor.bits)
 
 
 def keep_fp8(tensor: Fp8Tensor) -> QuantisedMatrix:
@@ -333,7 +359,8 @@ def stored_weights(quantization: str, spec: ModelSpec) -> Callable[[Any], Any]:
     if spec.num_experts:
         keep_experts = keep_mxfp4_experts if quantization == "mxfp4" else keep_fp8_experts
         return partial(keep_experts, num_experts=spec.num_experts)
-    return keep_fp8 if quantization == "fp8" else keep_int4
+    keep: dict[str, Callable[[Any], Any]] = {"fp8": keep_fp8, "int4": keep_int4, "gguf": keep_quantised}
+    return keep[quantization]
 
 
 def keep_fp8_experts(tensor: Fp8Tensor, num_experts: int) -> Fp8Experts:

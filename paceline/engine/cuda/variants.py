@@ -20,8 +20,8 @@ from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.experts import ExpertBuffers, tuned_sizes
 from paceline.engine.cuda.graphs import SHORT_CONTEXT_ROWS, GraphKey, GraphStage
+from paceline.engine.cuda.groupwise import MAX_GROUPWISE_ROWS, TUNED_ROWS
 from paceline.engine.cuda.inputs import prefill_buckets
-from paceline.engine.cuda.int4 import MAX_INT4_ROWS, TUNED_ROWS
 from paceline.engine.cuda.model import CudaModel, ForwardPass
 from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.cuda.sharing import BLOCK_SIZES
@@ -111,8 +111,8 @@ def _dry_executor(
         max_lora_rank=rank,
     )
     decoders = [decoder(specs[0], shard, group), *(decoder(spec, WHOLE_MODEL, None) for spec in specs[1:])]
-    for one, columns in zip(decoders, precision.scale_groups, strict=False):  # none are given: as if rounded at load
-        quantise_decoder(one, precision.quantization, columns)
+    for one, format in zip(decoders, precision.formats, strict=False):  # none are given: as if rounded at load
+        quantise_decoder(one, precision.quantization, format)
     model, draft = decoders[0], decoders[1] if len(specs) > 1 else None
     model.shard = stage
     return build_cuda(model, config, scheduler, None, draft=draft)[0]
@@ -138,8 +138,8 @@ def launch_all(executor: CudaExecutor) -> None:
     for model in (executor.model, None if executor.draft_model is None else executor.draft_model.model):
         if model is not None and model.experts is not None:
             _experts(model, model.experts)
-        if model is not None and model.is_int4:
-            _int4(model)
+        if model is not None and model.is_groupwise:
+            _groupwise(model)
     _apply(executor)
     CudaSwap(HostStreams(), executor.kv, num_host_pages=1, max_pages=1).warm_up()
 
@@ -216,9 +216,9 @@ def _experts(model: CudaModel, buffers: ExpertBuffers) -> None:
                 layer.mlp.run(forward)
 
 
-def _int4(model: CudaModel) -> None:
-    """Linear layers with 4-bit weights, of any number of rows: prefill batches use them kernel by kernel."""
-    for rows in (*TUNED_ROWS, MAX_INT4_ROWS + 1):
+def _groupwise(model: CudaModel) -> None:
+    """Linear layers with weights in groups, of any number of rows: prefill batches use them kernel by kernel."""
+    for rows in (*TUNED_ROWS, MAX_GROUPWISE_ROWS + 1):
         if rows <= model.max_tokens:
             forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False)
             for layer in model.layers:

@@ -109,7 +109,7 @@ def test_the_memory_of_4_bit_weights_is_known_before_they_are_read(
         weights = QuantisedWeights(path, quantization="auto")
         matrices = {name: weights.matrix(name) for name in target_shapes(spec) if is_matrix(name)}
         assert matrices["0.qkv"].bits == bits and matrices["1.qkv"].bits == matrices["0.down"].bits == 4
-        assert build.weight_bytes(config, spec, path) == memory([*matrices.values()], weights.vectors)
+        assert build.weight_bytes(config, spec, path, "cpu") == memory([*matrices.values()], weights.vectors)
         change_weights(path, {f"{LAYER}.k_proj.{part}": None for part in stored_wide})
         change_weights(path, {f"{LAYER}.k_proj.weight": wanted[f"{LAYER}.k_proj.weight"].half()})
     error = matrices["0.qkv"].dequantise() - load_decoder(path, dtype="float32").layers[0].qkv

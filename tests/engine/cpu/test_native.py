@@ -193,7 +193,9 @@ def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatc
         ({"quantization": "none"}, "cpu", ("float32", "none")),
         ({"quantization": "q8"}, "cpu", ("float32", "q8")),
         ({"tp": 2}, "cpu", ("float32", "none")),
-        ({}, "cuda", ("bfloat16", "none")),
+        ({}, "cuda", ("bfloat16", "gguf")),
+        ({"quantization": "q8"}, "cuda", ("bfloat16", "q8")),
+        ({"quantization": "none"}, "cuda", ("bfloat16", "none")),
     ],
 )
 def test_precision_that_is_chosen(
@@ -212,7 +214,7 @@ def test_a_file_of_sixteen_bits_and_random_weights_are_not_quantised(tmp_path: P
 @pytest.mark.parametrize(
     ("options", "device", "message"),
     [
-        ({}, "cuda", "the device is a GPU"),
+        ({"dtype": "float16"}, "cuda", "dtype is 'float16'"),
         ({"tp": 2}, "cpu", "tp or pp is given"),
         ({"dtype": "bfloat16"}, "cpu", "dtype is 'bfloat16'"),
     ],

@@ -9,10 +9,10 @@ import pytest
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build import assemble
-from paceline.engine.cuda import int4
+from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.quantised import keep_int4, quantise_decoder
 from paceline.engine.precision import rounding_group
-from paceline.kernels.int4_linear import Int4Matrix
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.registry import shape
@@ -41,7 +41,7 @@ def dequantised(model: Decoder) -> Decoder:
     """The same model with the values of its 4-bit weights in float32."""
     for index, layer in enumerate(model.layers):
         qkv, out, gate_up, down = (
-            one.dequantise() if isinstance(one, Int4Matrix) else one
+            one.dequantise() if isinstance(one, GroupwiseMatrix) else one
             for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
         )
         mlp = replace(layer.mlp, gate_up=gate_up, down=down)  # type: ignore[call-arg]
@@ -57,7 +57,7 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Pa
     kept = load_decoder(tmp_path / "model", dtype="float32", max_positions=192, keep=keep_int4)
     llm, device = on_kernels(name, model=kept, quantization="int4")
     with llm:
-        assert device.model.is_int4 and not device.capabilities.weights
+        assert device.model.is_groupwise and not device.capabilities.weights
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
@@ -72,7 +72,7 @@ def test_a_4_bit_checkpoint_is_expanded_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
 def test_rounded_models_give_the_tokens_of_the_dequantised_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases and QK-norms. Batches of more than two rows expand the weights."""
-    monkeypatch.setattr(int4, "MAX_INT4_ROWS", 2)
+    monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", 2)
     model = in_groups_of_32(name)
     quantise_decoder(model, "int4")
     expected = on_cpu(dequantised(model))
@@ -99,6 +99,8 @@ def test_experts_and_other_norms_are_refused_by_name() -> None:
 def test_every_number_of_rows_has_a_tile() -> None:
     """Those that `kernel_variants` lists are all."""
     for gated in (False, True):
-        listed = {int4.int4_tuning(rows, gated) for rows in int4.TUNED_ROWS}
-        assert {int4.int4_tuning(rows, gated) for rows in range(1, int4.MAX_INT4_ROWS + 1)} == listed
+        listed = {groupwise.groupwise_tuning(rows, gated) for rows in groupwise.TUNED_ROWS}
+        assert {
+            groupwise.groupwise_tuning(rows, gated) for rows in range(1, groupwise.MAX_GROUPWISE_ROWS + 1)
+        } == listed
         assert all(one.block_n * (2 if gated else 1) % (16 * one.num_warps) == 0 for one in listed)

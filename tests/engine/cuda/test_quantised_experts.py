@@ -13,6 +13,7 @@ from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build import assemble
 from paceline.engine.cuda.model import CudaExperts, CudaModel
 from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.precision import WeightFormat
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder, Experts, scaled
 from paceline.parallel.threads import ThreadGroup
@@ -71,7 +72,7 @@ def test_a_forward_pass_is_that_of_dequantised_experts(
     reference, model = decoder(name, **sizes), decoder(name, **sizes)
     spec = model.spec
     for one in (reference, model):
-        quantise_decoder(one, quantization, group)
+        quantise_decoder(one, quantization, None if group is None else WeightFormat(group))
     if is_rank:
         model.group = ThreadGroup.of_size(1)[0]
     cuda = CudaModel(model, max_tokens=32, max_rows=4, tuning=small_tiles)

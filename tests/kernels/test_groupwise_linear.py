@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from paceline.kernels.int4_linear import (
-    Int4Matrix,
-    expand_int4,
-    expand_int4_reference,
-    int4_linear,
-    pack_int4,
+from paceline.kernels.groupwise_linear import (
+    GroupwiseMatrix,
+    expand_groupwise,
+    expand_groupwise_reference,
+    groupwise_linear,
+    pack_groupwise,
+    pack_with_offsets,
     quantise_int4,
 )
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
@@ -14,14 +15,38 @@ from paceline.kernels.quantised_linear import quantised_linear_reference
 from tests.kernels.cases import poisoned, relative_error
 
 
-def matrix(rows: int, columns: int, group: int, *, zeros: bool) -> tuple[Int4Matrix, torch.Tensor]:
+def matrix(rows: int, columns: int, group: int, *, zeros: bool) -> tuple[GroupwiseMatrix, torch.Tensor]:
     """A random one, packed, and as numbers. Zeros go up to 16: that is what 15 means in a GPTQ file."""
     values = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
     scales = (torch.rand(rows, columns // group) * 0.01 + 0.001).half()
     zero = torch.randint(0, 17, scales.shape) if zeros else torch.full(scales.shape, 8)
     wide = (values.double() - zero.repeat_interleave(group, 1)) * scales.double().repeat_interleave(group, 1)
     by_column = values.T.contiguous().T  # as GPTQ and AWQ files have them
-    return pack_int4(by_column, scales, zero if zeros else None, group), wide
+    return pack_groupwise(by_column, scales, zero if zeros else None, group), wide
+
+
+def matrix_with_offsets(rows: int, columns: int, bits: int) -> tuple[GroupwiseMatrix, torch.Tensor]:
+    """As GGUF files have them, with all numbers that there are. The second: rounded to float16, as kernels do."""
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    values = torch.randint(low, high, (rows, columns), dtype=torch.int8)
+    scales, offsets = (torch.randn(rows, -(-columns // 32)).half() * 0.01 for _ in range(2))
+    scales[0, 0] = 0.0  # all weights of a group are the same
+    offsets[1] = -8 * scales[1]
+    wide = values.double() * scales.double().repeat_interleave(32, 1)[:, :columns]
+    wide += offsets.double().repeat_interleave(32, 1)[:, :columns]
+    return pack_with_offsets(values, scales, offsets, bits=bits), wide.half().double()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("columns", [128, 96, 200])
+def test_packed_weights_with_offsets_are_the_same_numbers(columns: int, bits: int) -> None:
+    torch.manual_seed(bits)
+    packed, wide = matrix_with_offsets(5, columns, bits)
+    assert packed.shape == (5, columns) and torch.equal(packed.dequantise(torch.float64), wide)
+    found, wanted = poisoned(5, columns, dtype=torch.float32), torch.empty(5, columns)
+    expand_groupwise(packed, found, block_n=4)
+    expand_groupwise_reference(packed, wanted)
+    assert torch.equal(found, wanted) and torch.equal(wanted, wide.float())
 
 
 @pytest.mark.parametrize(("group", "columns"), [(32, 64), (64, 320), (128, 256), (128, 384)])
@@ -31,35 +56,43 @@ def test_packed_weights_are_the_same_numbers(group: int, columns: int) -> None:
         packed, wide = matrix(5, columns, group, zeros=zeros)
         assert packed.shape == (5, columns) and torch.equal(packed.dequantise(torch.float64), wide)
         found, wanted = poisoned(5, columns, dtype=torch.float32), torch.empty(5, columns)
-        expand_int4(packed, found, block_n=4)
-        expand_int4_reference(packed, wanted)
+        expand_groupwise(packed, found, block_n=4)
+        expand_groupwise_reference(packed, wanted)
         assert torch.equal(found, wanted) and torch.equal(wanted, wide.float())
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "group", "zeros", "gated", "split_k", "more"),
+    ("rows", "columns", "kind", "gated", "split_k", "more"),
     [
-        (3, 256, 128, True, False, 1, True),
-        (9, 384, 128, False, True, 1, False),
-        (17, 640, 128, True, False, 2, True),
-        (2, 320, 32, True, False, 2, False),
-        (5, 192, 64, False, True, 1, True),
+        (3, 256, "128, zeros", False, 1, True),
+        (9, 384, "128", True, 1, False),
+        (17, 640, "128, zeros", False, 2, True),
+        (2, 320, "32, zeros", False, 2, False),
+        (5, 192, "64", True, 1, True),
+        (3, 256, "4 bits, offsets", False, 2, True),
+        (9, 160, "4 bits, offsets", True, 1, False),
+        (17, 200, "8 bits, offsets", False, 2, False),
+        (2, 128, "8 bits, offsets", True, 1, True),
     ],
 )
-def test_int4_weights_give_what_dequantised_ones_give(
-    rows: int, columns: int, group: int, zeros: bool, gated: bool, split_k: int, more: bool
+def test_weights_in_groups_give_what_dequantised_ones_give(
+    rows: int, columns: int, kind: str, gated: bool, split_k: int, more: bool
 ) -> None:
     """With bias and residual, with a gate, with split_k; numbers of rows and columns that fill no tile."""
     torch.manual_seed(rows)
     width = 20
-    weight, _ = matrix(width * (2 if gated else 1), columns, group, zeros=zeros)
+    width_of_weight, first = width * (2 if gated else 1), int(kind.split(",")[0].split()[0])
+    if "offsets" in kind:
+        weight, _ = matrix_with_offsets(width_of_weight, columns, first)
+    else:
+        weight, _ = matrix(width_of_weight, columns, first, zeros="zeros" in kind)
     x = 0.1 * torch.randn(rows, columns)
     bias = torch.randn(width * (2 if gated else 1)) if more else None
     residual = torch.randn(rows, width) if more else None
     out = poisoned(rows, width, dtype=torch.float32) if residual is None else residual.clone()
     workspace = LinearWorkspace(torch.full((2 * rows * width,), torch.nan), torch.zeros(64, dtype=torch.int32))
     tuning = LinearTuning(8, 16, 0, 1, 1, split_k)
-    int4_linear(x, weight, out, tuning, bias, gated, None if residual is None else out, workspace)
+    groupwise_linear(x, weight, out, tuning, bias, gated, None if residual is None else out, workspace)
     assert relative_error(out, quantised_linear_reference(x, weight, bias, gated, residual)) < 1e-5
     assert not workspace.arrived.any()
 

@@ -1,8 +1,9 @@
-"""Linear layers with 4-bit weights on a GPU: converted in registers, or, with many rows, expanded for cuBLAS.
+"""Linear layers with weights in groups, of 4 or 8 bits, on a GPU: converted in registers, or, with many rows, expanded
+for cuBLAS.
 
-    a layer, up to MAX_INT4_ROWS rows:   norm -> qkv -> attention -> out [+ x] -> norm -> gate,up silu -> down [+ x]
-    more rows:                           [+ x, norm] (expand) qkv -> attention -> (expand) out -> [+ x, norm]
-                                         (expand) gate,up -> silu -> (expand) down
+    few rows    norm -> qkv -> attention -> out [+ x] -> norm -> gate,up silu -> down [+ x]
+    many rows   [+ x, norm] (expand) qkv -> attention -> (expand) out -> [+ x, norm] (expand) gate,up -> silu
+                -> (expand) down
 
 Activations have 16 bits in both. A layer is expanded into one buffer, in each pass again.
 """
@@ -12,21 +13,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.kernels.int4_linear import Int4Matrix, expand_int4
+from paceline.kernels.groupwise_linear import GroupwiseMatrix, expand_groupwise
 from paceline.kernels.linear import LinearTuning
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.silu_mul import silu_mul
 from paceline.model.spec import ModelSpec
 
 # Rows up to which weights are converted in registers. Expanding reads and writes 2.5 bytes per weight for each pass,
-# converting takes instructions for each 32 or 64 rows: as fast at 224 rows of Qwen3-14B on an H200 (docs/log/gemms.md).
-MAX_INT4_ROWS = 224
-TUNED_ROWS = (1, 9, 17, 33, 65)  # from which on `int4_tuning` differs
+# converting takes instructions for each 32 or 64 rows: as fast at 224 rows of Qwen3-14B on an H200, with 4 bits in
+# groups of 128 (docs/log/gemms.md). 8 bits take about as many instructions per weight.
+MAX_GROUPWISE_ROWS = 224
+TUNED_ROWS = (1, 9, 17, 33, 65)  # from which on `groupwise_tuning` differs
 
 
-def int4_tuning(rows: int, gated: bool) -> LinearTuning:
-    """Tiles as measured on an H200 for Qwen3-14B (docs/log/gemms.md). A warp has 32 rows of a weight: with fewer, more
-    instructions read scales than weights."""
+def groupwise_tuning(rows: int, gated: bool) -> LinearTuning:
+    """Tiles as measured on an H200 for Qwen3-14B with 4 bits in groups of 128 (docs/log/gemms.md). A warp has 32 rows
+    of a weight: with fewer, more instructions read scales than weights."""
     if rows <= 16:
         return LinearTuning(8 if rows <= 8 else 16, 32 if gated else 64, 256, 2, 3, 1 if gated else 8)
     if gated:
@@ -43,7 +45,7 @@ class ExpandedWeights:
         widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
         qkv = spec.q_size + 2 * spec.kv_size
         largest = spec.hidden_size * max(qkv, 2 * spec.ffn_size)
-        rows = tokens if tokens > MAX_INT4_ROWS else 0  # fewer are never expanded for
+        rows = tokens if tokens > MAX_GROUPWISE_ROWS else 0  # fewer are never expanded for
         self._inputs = torch.zeros(rows * widest, dtype=dtype, device=device)
         self._weight = torch.zeros(largest if rows else 0, dtype=dtype, device=device)
 
@@ -53,7 +55,7 @@ class ExpandedWeights:
         residual: Tensor | None,
         norm: Tensor,
         eps: float,
-        weight: Int4Matrix,
+        weight: GroupwiseMatrix,
         out: Tensor,
         *,
         factors: Tensor | None,
@@ -64,7 +66,9 @@ class ExpandedWeights:
         rms_norm(source, norm, eps, inputs, residual=residual)
         self._multiply(inputs, weight, out)
 
-    def linear(self, source: Tensor, weight: Int4Matrix, out: Tensor, *, gated: bool, factors: Tensor | None) -> None:
+    def linear(
+        self, source: Tensor, weight: GroupwiseMatrix, out: Tensor, *, gated: bool, factors: Tensor | None
+    ) -> None:
         """out = source @ weightᵀ; gated: of silu(gate) * up."""
         inputs = self._rows(source, weight.shape[1])
         if gated:
@@ -76,9 +80,9 @@ class ExpandedWeights:
     def apply_scales(self, out: Tensor, factors: Tensor) -> None:
         raise AssertionError("a GEMM of expanded weights has applied them")
 
-    def load_kernel(self, weight: Int4Matrix, rows: int, out: Tensor) -> None:
+    def load_kernel(self, weight: GroupwiseMatrix, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once: a kernel is loaded at first use."""
-        if rows > MAX_INT4_ROWS:
+        if rows > MAX_GROUPWISE_ROWS:
             self._multiply(self._inputs[: rows * weight.shape[1]].view(rows, -1), weight, out)
 
     def _rows(self, source: Tensor, width: int | None = None) -> Tensor:
@@ -86,8 +90,8 @@ class ExpandedWeights:
         width = columns if width is None else width
         return self._inputs[: rows * width].view(rows, width)
 
-    def _multiply(self, inputs: Tensor, weight: Int4Matrix, out: Tensor) -> None:
+    def _multiply(self, inputs: Tensor, weight: GroupwiseMatrix, out: Tensor) -> None:
         rows, columns = weight.shape
         wide = self._weight[: rows * columns].view(rows, columns)
-        expand_int4(weight, wide)
+        expand_groupwise(weight, wide)
         torch.mm(inputs, wide.T, out=out)

@@ -1,0 +1,133 @@
+"""GGUF files on the CUDA executor, in the interpreter: weights stay in 4 or 8 bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from paceline.config import ConfigError, EngineConfig
+from paceline.engine.build import choose_precision, kernel_options, weight_bytes, weight_formats
+from paceline.engine.cuda import groupwise
+from paceline.engine.cuda.quantised import keep_quantised, quantise_decoder
+from paceline.engine.precision import WeightFormat
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
+from paceline.model.quantised import quantise
+from paceline.model.read_spec import read_spec
+from paceline.model.registry import shape
+from paceline.model.weights import load_decoder, stored_quantization
+from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
+from tests.engine.cuda.test_int4 import dequantised, on_cpu
+from tests.tiny_folder import save_tiny_model
+from tests.tiny_gguf import Q, save_gguf
+
+pytestmark = [*INTERPRETED, IN_BOUNDS]
+LOAD: dict[str, Any] = {"dtype": "float32", "max_positions": 192, "keep": keep_quantised}
+
+
+@pytest.mark.parametrize("max_rows", [2, 224])
+def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(
+    tmp_path: Path, max_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, mixed and decode batches: on kernels that convert in registers, and with expanded weights. Matrices of
+    4 and 8 bits, fused ones with the most of their parts."""
+    monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", max_rows)
+    path = save_gguf(tmp_path / "model.gguf")
+    expected = on_cpu(dequantised(load_decoder(path, **LOAD)))
+    kept = load_decoder(path, **LOAD)
+    bits: list[Any] = [(layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down) for layer in kept.layers]  # type: ignore[union-attr]
+    assert [[one.bits for one in layer] for layer in bits] == [[8, 4, 4, 8], [4, 4, 4, 4]]
+    llm, device = on_kernels("", model=kept, quantization="gguf")
+    with llm:
+        assert device.model.is_groupwise and not device.capabilities.weights
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_kept_weights_are_those_of_the_file_rounded_to_float16(tmp_path: Path) -> None:
+    """Except a matrix in 16 bits, which is rounded to 8."""
+    path = save_gguf(tmp_path / "model.gguf", kinds={"ffn_down": Q.F16})
+    kept, wide = (load_decoder(path, **{**LOAD, **keep}) for keep in ({}, {"keep": None}))
+    for mine, theirs in zip(kept.layers, wide.layers, strict=True):
+        for found, values in ((mine.qkv, theirs.qkv), (mine.out, theirs.out)):
+            assert isinstance(found, GroupwiseMatrix) and torch.equal(found.dequantise(), values.half().float())
+        down: Any = mine.mlp.down  # type: ignore[union-attr]
+        rounded = quantise(theirs.mlp.down, 8).dequantise()  # type: ignore[union-attr]
+        assert down.bits == 8 and torch.equal(down.dequantise(), rounded.half().float())
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("q4", 4), ("q8", 8)])
+def test_models_can_be_rounded_to_the_same_format(quantization: str, bits: int) -> None:
+    def model() -> Any:
+        return decoder("tiny-qwen3")
+
+    reference = model()
+    quantise_decoder(reference, quantization)
+    assert reference.layers[0].qkv.bits == bits and reference.precision.endswith(f"weights in {bits} bits")
+    expected = on_cpu(dequantised(reference))
+    llm, _ = on_kernels("", model=model(), quantization=quantization)
+    with llm:
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save_gguf(tmp_path / "model.gguf")
+    spec, chosen = read_spec(path), choose_precision(EngineConfig(), "cuda", path)
+    assert (stored_quantization(path), chosen.quantization, chosen.dtype) == ("gguf", "gguf", "bfloat16")
+    formats = weight_formats(chosen, [(spec, path)])
+    assert formats == (WeightFormat(bits=((4, 8), (4,), (4,), (4, 8))),)
+    assert kernel_options(path, None, EngineConfig(), {})[1].formats == formats
+    kept = load_decoder(path, dtype="bfloat16", keep=keep_quantised)
+    tensors: list[Any] = [kept.embedding, kept.head, kept.norm]
+    for layer in kept.layers:
+        mlp: Any = layer.mlp
+        tensors += [layer.qkv, layer.out, mlp.gate_up, mlp.down, layer.attention_norm, layer.mlp_norm]
+
+    def num_bytes(tensor: Any) -> int:
+        if not isinstance(tensor, GroupwiseMatrix):
+            return int(tensor.nbytes)
+        padded = tensor.values.shape[0] * tensor.values.shape[2] * 16 // tensor.bits
+        return tensor.num_bytes * tensor.num_columns // padded
+
+    assert weight_bytes(chosen, spec, path, "cuda") == sum(map(num_bytes, tensors))
+    assert choose_precision(EngineConfig(tp=2), "cuda", path).quantization == "gguf"
+    for config in (EngineConfig(quantization="none"), EngineConfig(dtype="float16"), EngineConfig(tp=4)):
+        assert choose_precision(config, "cuda", path).quantization == "none"
+    assert "weights are expanded to bfloat16: tp 4 divides columns that have one scale" in caplog.text
+    assert choose_precision(EngineConfig(max_lora_rank=8), "cuda", path).quantization == "none"
+    assert "expanded to bfloat16: LoRA adapters need 16 bits on a GPU" in caplog.text
+
+
+def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
+    wide = save_gguf(
+        tmp_path / "wide.gguf",
+        kinds=dict.fromkeys(
+            ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"),
+            gguf.GGMLQuantizationType.F32,
+        ),
+    )
+    save_tiny_model(tmp_path / "folder", vocab_size=512)
+    for path in (None, wide, tmp_path / "folder"):
+        with pytest.raises(ConfigError, match="quantization is 'gguf', which needs a quantised GGUF file"):
+            choose_precision(EngineConfig(quantization="gguf"), "cuda", path)
+    assert choose_precision(EngineConfig(), "cuda", wide).quantization == "none"
+    for given, remedy in (("gguf", "leave it out"), ("int4", "set quantization to q4")):
+        with pytest.raises(ConfigError, match=f"quantization is '{given}' and the device is a CPU: {remedy}"):
+            choose_precision(EngineConfig(quantization=given), "cpu", None)
+    with pytest.raises(ConfigError, match="quantization is 'q8' and the model has a mixture of experts"):
+        on_kernels("tiny-qwen3-moe", quantization="q8")
+
+
+def test_a_draft_model_in_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
+    """Beside a model from a GGUF file: both have the same kind of kernels."""
+    chosen = choose_precision(EngineConfig(), "cuda", save_gguf(tmp_path / "model.gguf"))
+    spec = replace(shape("tiny-qwen3"), vocab_size=512)
+    assert weight_formats(chosen, [(spec, None)]) == (WeightFormat(),)
+    draft = decoder("tiny-qwen3")
+    quantise_decoder(draft, chosen.quantization, WeightFormat())
+    assert draft.layers[0].out.bits == 8  # type: ignore[union-attr]
