@@ -10,8 +10,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
@@ -24,7 +24,7 @@ from paceline.engine.adapter_loading import load_adapter
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
-from paceline.engine.cpu.native import NativeError, native_library, return_free_memory
+from paceline.engine.cpu.native import NativeError, native_library, one_thread, return_free_memory
 from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.engine.draft_model import DraftSource, check_tokenizer, find_draft_model, with_vocabulary
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
@@ -198,7 +198,7 @@ def build_engine(
             formats = weight_formats(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
             shard = shard_of(group or stages)
             kernels = _prepare_kernels(specs, config.dtype, scheduler_config, config, shard, formats, workers)
-        with _one_thread():
+        with one_thread():
             if text is not None:
                 tokenizer = text.tokenizer
             else:
@@ -263,7 +263,7 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
         specs = [spec] if draft is None else [spec, draft.spec]
         formats = weight_formats(config, zip(specs, (path, None if draft is None else draft.path), strict=False))
         kernels = _prepare_kernels(specs, config.dtype, scheduler, config, shard_of(group or stages), formats)
-    with _one_thread():
+    with one_thread():
         fast = load_model(path, spec, setup.seed, config, setup.device, context, None, group, stages)
         drafter = None
         if draft is not None:  # in the precision of the model, as on rank 0: none is kept in 4 bits with ranks
@@ -518,18 +518,6 @@ def _prepare_kernels(
 
     precision = Precision.of(config, dtype, formats)
     return KernelPreparation(specs, precision, scheduler, config.kernel_folder, shard, workers)
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Loads with one thread: loading is hundreds of small copies, each of which would synchronise all threads. On two
-    busy cores SmolLM2 loaded in 5.2 s with two threads and in 2.0 s with one."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(count)
 
 
 class BuiltExecutor(NamedTuple):

@@ -203,8 +203,23 @@ def native_library() -> NativeLibrary:
     """The library for this machine. Raises NativeError if there is none."""
     with _compiled() as path:
         library = NativeLibrary(path)
-    _check(library)
+    with one_thread():
+        _check(library)
     return library
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """For what torch and the library compute outside of the executor's thread. OpenMP keeps a pool of threads for each
+    thread that has used several, and where a process has more of them than cores, all of them sleep at every barrier
+    instead of waiting: on two cores a token then takes four times as long. Loading is faster, too: it is hundreds of
+    small copies, each of which would synchronise all threads."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def round_inputs(x: Tensor) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,28 @@ def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatc
     finally:
         monkeypatch.undo()
         native_library.cache_clear()
+
+
+def test_checking_the_library_starts_no_openmp_threads() -> None:
+    """The executor's would then be more than there are cores, and sleep at every barrier."""
+    started = []
+
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    def run() -> None:
+        torch.set_num_threads(2)
+        before = num_threads()
+        native_library.cache_clear()
+        library = native_library()
+        started.append(num_threads() - before)
+        library.linear(PackedMatrix(library, quantise(torch.randn(64, 32), 8)), torch.randn(1, 32))
+        started.append(num_threads() - before)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert started == [0, 1]
 
 
 @pytest.mark.parametrize(
