@@ -1174,6 +1174,41 @@ MUTANTS = [
         "True",
         ("tests/simulator/test_fit.py",),
     ),
+    Mutant(
+        "a rank's part of the columns of a weight in groups has the scales of the first part",
+        "model/quantised.py",
+        "return slice(start, stop), slice(start // group, -(-stop // group))",
+        "return slice(start, stop), slice(0, -(-stop // group) - start // group)",
+        ("tests/parallel/test_cuda.py",),
+    ),
+    Mutant(
+        "ranks do not sum the outputs of weights in groups",
+        "engine/cuda/quantised.py",
+        "            self._linear(source, weights, out)\n            self.partial = self.group.all_reduce(out)",
+        "            self._linear(source, weights, out)\n            self.partial = out",
+        ("tests/parallel/test_cuda.py",),
+    ),
+    Mutant(
+        "the second chunk of a step has the scales of the first",
+        "kernels/groupwise_linear.py",
+        "word_0, word_1, word_2, word_3 = _words(scales + row, chunk, inside, num_rows, PER_CHUNK)",
+        "word_0, word_1, word_2, word_3 = _words(scales + row, chunk - part, inside, num_rows, PER_CHUNK)",
+        ("tests/kernels/test_groupwise_linear.py",),
+    ),
+    Mutant(
+        "kernels for matrices with the fewest bits of a GGUF file are not compiled ahead",
+        "engine/cuda/quantised.py",
+        "(min if 2 * index < len(layers) else max)(each)",
+        "max(each)",
+        ("tests/kernels/test_variants.py::test_random_requests_launch_nothing_that_is_not_listed",),
+    ),
+    Mutant(
+        "the kernels of a CPU are checked with several threads",
+        "engine/cpu/native.py",
+        "    count = torch.get_num_threads()\n    torch.set_num_threads(1)",
+        "    count = torch.get_num_threads()\n    torch.set_num_threads(count)",
+        ("tests/engine/cpu/test_native.py",),
+    ),
 ]
 
 

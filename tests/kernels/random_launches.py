@@ -18,17 +18,19 @@ import torch
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.cuda.quantised import keep_quantised, quantise_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
 from paceline.engine.precision import Precision, WeightFormat
 from paceline.kernels.binaries import compile_for, compile_variant
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layout import WHOLE_MODEL, Shard
+from paceline.model.quantised import quantise
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder, random_weights
 from paceline.parallel.stages import StagePipe
@@ -217,7 +219,9 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
     listed = {_on_any_device(variant) for variant in variants}
     common: dict[str, Any] = {"dtype": "float32", "max_positions": scheduler.context_tokens}
     decoder = random_decoder(specs[0], group=group, **common)
-    if formats:  # else `build_cuda` rounds
+    if quantization == "gguf":
+        keep_mixed_bits(decoder)
+    elif formats:  # else `build_cuda` rounds
         quantise_decoder(decoder, quantization, formats[0])
     draft = random_decoder(specs[1], **common) if len(specs) > 1 else None
     device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
@@ -238,6 +242,19 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
     assert len({variant.name for variant in launched}) > 15, "too few kernels were launched"
     missing = sorted({_on_any_device(variant) for variant in launched} - listed, key=repr)
     return missing, {variant.name for variant in listed}
+
+
+def keep_mixed_bits(decoder: Decoder) -> None:
+    """As a GGUF file has them: in 8 bits `down` of even layers and qkv of odd ones, all else in 4."""
+    layers: list[Any] = decoder.layers
+    for index, layer in enumerate(layers):
+        qkv, down = (4, 8) if index % 2 == 0 else (8, 4)
+        mlp = replace(layer.mlp, gate_up=kept(layer.mlp.gate_up, 4), down=kept(layer.mlp.down, down))
+        layers[index] = replace(layer, qkv=kept(layer.qkv, qkv), out=kept(layer.out, 4), mlp=mlp)
+
+
+def kept(weight: torch.Tensor, bits: int) -> GroupwiseMatrix:
+    return keep_quantised(quantise(weight, bits))
 
 
 class AllStages(Executor):
