@@ -15,7 +15,10 @@
 #include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
+#include <linux/futex.h>
 #include <omp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #define GROUP 32   /* columns with one scale */
@@ -26,6 +29,73 @@
 #define QUERIES 8  /* tokens of one request whose attention is computed together */
 #define TOGETHER (LANES < 16 ? 2 : 4) /* heads or tokens that read a key together: as many as the registers hold */
 #define INLINE static inline __attribute__((always_inline))
+
+/* ---------------------------------------------------------------- threads
+
+   The threads of a parallel region divide loops in parts of about the same size and wait for each other after each. They
+   have a barrier of their own: that of libgomp hardly spins where a process has more OpenMP threads than cores, which
+   another engine or torch in another thread is enough for, and a token passes 300 of them. */
+
+#if defined(__x86_64__)
+#define SPINS 4000 /* 0.2 ms: longer, and threads of a busy machine spin while others should run (docs/log/cpu.md) */
+#define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define SPINS 20000
+#define RELAX() __asm__ volatile("isb")
+#else
+#define SPINS 20000
+#define RELAX() __asm__ volatile("")
+#endif
+
+typedef struct { /* shared by the threads of a region */
+    int32_t arrived, phase, sleeping;
+} __attribute__((aligned(64))) Barrier;
+
+typedef struct {
+    int64_t index, count;
+    Barrier *barrier;
+} Thread;
+
+typedef struct {
+    int64_t first, end;
+} Part;
+
+/* This thread's part of a loop. */
+INLINE Part part_of(const Thread *thread, int64_t count) {
+    return (Part){count * thread->index / thread->count, count * (thread->index + 1) / thread->count};
+}
+
+/* Waits until all threads have called it. */
+static void wait_for_all(const Thread *thread) {
+    if (thread->count == 1) return;
+#ifdef _OPENMP
+    Barrier *b = thread->barrier;
+    int32_t phase = __atomic_load_n(&b->phase, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) == thread->count) {
+        __atomic_store_n(&b->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&b->phase, phase + 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&b->sleeping, __ATOMIC_SEQ_CST))
+            syscall(SYS_futex, &b->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
+        return;
+    }
+    for (int i = 0; i < SPINS; i++) {
+        if (__atomic_load_n(&b->phase, __ATOMIC_ACQUIRE) != phase) return;
+        RELAX();
+    }
+    __atomic_add_fetch(&b->sleeping, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(&b->phase, __ATOMIC_SEQ_CST) == phase)
+        syscall(SYS_futex, &b->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+    __atomic_sub_fetch(&b->sleeping, 1, __ATOMIC_SEQ_CST);
+#endif
+}
+
+INLINE Thread this_thread(Barrier *barrier) {
+#ifdef _OPENMP
+    return (Thread){omp_get_thread_num(), omp_get_num_threads(), barrier};
+#else
+    return (Thread){0, 1, barrier};
+#endif
+}
 
 /* ---------------------------------------------------------------- vectors
 
@@ -331,12 +401,12 @@ INLINE void product_rows(const Matrix *w, const uint8_t *tile, int64_t first, co
 }
 
 /* y[rows, w.rows] = x W' + bias, or y + that. Called by all threads; tiles are divided among them. */
-static void product(const Matrix *w, const Rounded *x, int64_t rows, float *y, int add) {
+static void product(const Thread *thread, const Matrix *w, const Rounded *x, int64_t rows, float *y, int add) {
     int64_t tiles = (w->rows + TILE - 1) / TILE, groups = x->columns / GROUP;
     int expands = w->bits == 4 && rows >= 4 * ROWS;
     uint8_t expanded[expands ? groups * block_bytes(8) : 1];
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles; t++) {
+    Part part = part_of(thread, tiles);
+    for (int64_t t = part.first; t < part.end; t++) {
         const uint8_t *tile = w->data + t * groups * block_bytes(w->bits);
         int64_t row = 0;
         if (expands) expand(tile, groups, expanded);
@@ -349,6 +419,7 @@ static void product(const Matrix *w, const Rounded *x, int64_t rows, float *y, i
             for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, y, add);
         }
     }
+    wait_for_all(thread);
 }
 
 /* ---------------------------------------------------------------- rows */
@@ -773,32 +844,33 @@ static void attend_merged(const Model *m, const Batch *b, const Scratch *s, cons
     write_result(m, s, &all, token);
 }
 
-/* The functions below are called by all threads of a team. */
+/* The functions below are called by all threads of a region. */
 
 /* Rounds x, or norm(x), for a matrix with `columns` columns. */
-static void round_rows(const Model *m, const Batch *b, Scratch *s, const float *x, int64_t columns, const float *norm) {
+static void round_rows(const Thread *thread, const Model *m, const Batch *b, Scratch *s, const float *x,
+                       int64_t columns, const float *norm) {
     Rounded to = s->rounded;
     to.columns = groups_of(columns) * GROUP;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    Part part = part_of(thread, b->num_tokens);
+    for (int64_t t = part.first; t < part.end; t++) {
         float normed[norm ? columns : 1];
         if (norm) norm_row(x + t * columns, norm, columns, m->eps, normed);
         round_row(norm ? normed : x + t * columns, columns, &to, t);
     }
+    wait_for_all(thread);
 }
 
-static void apply(const Matrix *w, const Batch *b, const Scratch *s, float *y, int add) {
+static void apply(const Thread *thread, const Matrix *w, const Batch *b, const Scratch *s, float *y, int add) {
     Rounded x = s->rounded;
     x.columns = groups_of(w->columns) * GROUP;
-    product(w, &x, b->num_tokens, y, add);
+    product(thread, w, &x, b->num_tokens, y, add);
 }
 
 /* y += what the adapters of the tokens add to a matrix whose input is x, or norm(x). `at`: layer and matrix. */
-static void add_adapters(const Model *m, const Batch *b, int64_t at, const float *x, int64_t stride, int64_t columns,
-                         const float *norm, float *y, int64_t y_stride) {
+static void add_adapters(const Thread *thread, const Model *m, const Batch *b, int64_t at, const float *x,
+                         int64_t stride, int64_t columns, const float *norm, float *y, int64_t y_stride) {
     if (!b->adapters) return;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    for (int64_t t = thread->index; t < b->num_tokens; t += thread->count) { /* neighbours have the same adapter */
         const Adapter *own = b->adapters[t] ? b->adapters[t] + at : NULL;
         if (!own || !own->num_parts) continue;
         float normed[norm ? columns : 1], between[MAX_RANK];
@@ -813,32 +885,34 @@ static void add_adapters(const Model *m, const Batch *b, int64_t at, const float
             for (int64_t i = 0; i < part->rows; i++) out[i] += dot(between, part->b + i * part->rank, part->rank);
         }
     }
+    wait_for_all(thread);
 }
 
 /* x += matrix(rounded), with a norm in between where the model has one. input: what was rounded. */
-static void add_block(const Model *m, const Matrix *w, const Batch *b, Scratch *s, const float *post_norm, int64_t at,
-                      const float *input, int64_t stride) {
+static void add_block(const Thread *thread, const Model *m, const Matrix *w, const Batch *b, Scratch *s,
+                      const float *post_norm, int64_t at, const float *input, int64_t stride) {
     float *out = post_norm ? s->block : b->x;
-    apply(w, b, s, out, !post_norm);
-    add_adapters(m, b, at, input, stride, w->columns, NULL, out, m->hidden);
+    apply(thread, w, b, s, out, !post_norm);
+    add_adapters(thread, m, b, at, input, stride, w->columns, NULL, out, m->hidden);
     if (!post_norm) return;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    Part part = part_of(thread, b->num_tokens);
+    for (int64_t t = part.first; t < part.end; t++) {
         const float *y = s->block + t * m->hidden;
         float factor = inverse_rms(y, m->hidden, m->eps), *x = b->x + t * m->hidden;
         for (int64_t i = 0; i < m->hidden; i++) x[i] += y[i] * factor * post_norm[i];
     }
+    wait_for_all(thread);
 }
 
-static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index) {
+static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scratch *s, int64_t index) {
     const Layer *layer = m->layers + index;
     int64_t size = m->head_dim, num_qk = m->num_heads + m->num_kv_heads, stride = qkv_size(m);
-    round_rows(m, b, s, b->x, m->hidden, layer->attention_norm);
-    apply(&layer->qkv, b, s, s->qkv, 0);
+    round_rows(thread, m, b, s, b->x, m->hidden, layer->attention_norm);
+    apply(thread, &layer->qkv, b, s, s->qkv, 0);
     int64_t at = index * NUM_ADAPTED;
-    add_adapters(m, b, at + QKV, b->x, m->hidden, m->hidden, layer->attention_norm, s->qkv, stride);
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    add_adapters(thread, m, b, at + QKV, b->x, m->hidden, m->hidden, layer->attention_norm, s->qkv, stride);
+    const Part tokens = part_of(thread, b->num_tokens);
+    for (int64_t t = tokens.first; t < tokens.end; t++) {
         float *heads = s->qkv + t * stride, *keys = heads + m->num_heads * size;
         if (layer->qk_norm && m->full_qk_norm) {
             norm_row(heads, layer->qk_norm, m->num_heads * size, m->eps, heads);
@@ -853,23 +927,25 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
         memcpy(b->keys[index] + at, keys, bytes);
         memcpy(b->values[index] + at, heads + num_qk * size, bytes);
     }
-#pragma omp for schedule(static, 1)
-    for (int64_t task = 0; task < s->num_tasks; task++) attend(m, layer, b, s, index, s->tasks + task);
+    wait_for_all(thread);
+    for (int64_t task = thread->index; task < s->num_tasks; task += thread->count) /* the longest are first */
+        attend(m, layer, b, s, index, s->tasks + task);
+    wait_for_all(thread);
     if (s->num_partials) {
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < s->num_tasks; task++)
+        Part part = part_of(thread, s->num_tasks);
+        for (int64_t task = part.first; task < part.end; task++)
             if (s->tasks[task].chunk == 0) attend_merged(m, b, s, s->tasks + task, s->tasks + s->num_tasks);
+        wait_for_all(thread);
     }
-    round_rows(m, b, s, s->attended, m->num_heads * size, NULL);
-    add_block(m, &layer->out, b, s, layer->attention_post_norm, at + OUT, s->attended, m->num_heads * size);
+    round_rows(thread, m, b, s, s->attended, m->num_heads * size, NULL);
+    add_block(thread, m, &layer->out, b, s, layer->attention_post_norm, at + OUT, s->attended, m->num_heads * size);
 
-    round_rows(m, b, s, b->x, m->hidden, layer->mlp_norm);
-    apply(&layer->gate_up, b, s, s->gate_up, 0);
-    add_adapters(m, b, at + GATE_UP, b->x, m->hidden, m->hidden, layer->mlp_norm, s->gate_up, 2 * m->ffn);
+    round_rows(thread, m, b, s, b->x, m->hidden, layer->mlp_norm);
+    apply(thread, &layer->gate_up, b, s, s->gate_up, 0);
+    add_adapters(thread, m, b, at + GATE_UP, b->x, m->hidden, m->hidden, layer->mlp_norm, s->gate_up, 2 * m->ffn);
     Rounded to = s->rounded;
     to.columns = groups_of(m->ffn) * GROUP;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < b->num_tokens; t++) {
+    for (int64_t t = tokens.first; t < tokens.end; t++) {
         float *gate = s->gate_up + t * 2 * m->ffn, *up = gate + m->ffn;
         for (int64_t i = 0; i < m->ffn; i += LANES) {
             int64_t count = m->ffn - i < LANES ? m->ffn - i : LANES;
@@ -884,20 +960,23 @@ static void run_layer(const Model *m, const Batch *b, Scratch *s, int64_t index)
         }
         round_row(gate, m->ffn, &to, t);
     }
-    add_block(m, &layer->down, b, s, layer->mlp_post_norm, at + DOWN, s->gate_up, 2 * m->ffn);
+    wait_for_all(thread);
+    add_block(thread, m, &layer->down, b, s, layer->mlp_post_norm, at + DOWN, s->gate_up, 2 * m->ffn);
 }
 
 /* All layers and the final norm: x[tokens, hidden] in and out. */
 void forward(const Model *model, const Batch *batch) {
     Scratch scratch;
+    Barrier barrier = {0};
     lay_out(model, batch, batch->scratch, &scratch);
     list_tasks(batch, &scratch);
 #pragma omp parallel num_threads(batch->num_threads)
     {
         Scratch own = scratch;
-        for (int64_t index = 0; index < model->num_layers; index++) run_layer(model, batch, &own, index);
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < batch->num_tokens; t++) {
+        Thread thread = this_thread(&barrier);
+        for (int64_t index = 0; index < model->num_layers; index++) run_layer(&thread, model, batch, &own, index);
+        Part part = part_of(&thread, batch->num_tokens);
+        for (int64_t t = part.first; t < part.end; t++) {
             float *x = batch->x + t * model->hidden;
             norm_row(x, model->norm, model->hidden, model->eps, x);
         }
@@ -918,11 +997,14 @@ void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *sc
     to.low = to.high + padded(rows * groups * GROUP);
     to.scales = (float *)(to.low + padded(rows * groups * GROUP));
     to.sums = to.scales + padded(rows * groups * sizeof(float)) / sizeof(float);
+    Barrier barrier = {0};
 #pragma omp parallel num_threads(num_threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; row++) round_row(x + row * w->columns, w->columns, &to, row);
-        product(w, &to, rows, y, 0);
+        Thread thread = this_thread(&barrier);
+        Part part = part_of(&thread, rows);
+        for (int64_t row = part.first; row < part.end; row++) round_row(x + row * w->columns, w->columns, &to, row);
+        wait_for_all(&thread);
+        product(&thread, w, &to, rows, y, 0);
     }
 }
 

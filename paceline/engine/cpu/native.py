@@ -211,9 +211,9 @@ def native_library() -> NativeLibrary:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """For what torch and the library compute outside of the executor's thread. OpenMP keeps a pool of threads for each
-    thread that has used several, and where a process has more of them than cores, all of them sleep at every barrier
-    instead of waiting: on two cores a token then takes four times as long. Loading is faster, too: it is hundreds of
-    small copies, each of which would synchronise all threads."""
+    thread that has used several, and where a process has more of them than cores, all of them sleep at its barriers
+    instead of waiting: between forward passes, and in all that torch computes. Loading is faster, too: it is hundreds
+    of small copies, each of which would synchronise all threads."""
     count = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

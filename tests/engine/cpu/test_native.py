@@ -186,8 +186,25 @@ def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatc
         native_library.cache_clear()
 
 
+@pytest.mark.parametrize("num_threads", [2, 3, 9])
+def test_threads_that_sleep_at_barriers_give_the_results_of_one(num_threads: int) -> None:
+    """More threads than cores, which cannot all wait without sleeping; and more than there are rows or tiles."""
+    library, found = native_library(), []
+    matrix, x = PackedMatrix(library, quantise(random(96, 64), 4)), random(7, 64, seed=1)
+
+    def run() -> None:
+        for count in (1, *[num_threads] * 300):
+            torch.set_num_threads(count)
+            found.append(library.linear(matrix, x))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(found) == 301 and all(torch.equal(one, found[0]) for one in found)
+
+
 def test_checking_the_library_starts_no_openmp_threads() -> None:
-    """The executor's would then be more than there are cores, and sleep at every barrier."""
+    """With the executor's there would be more than cores, and those of libgomp sleep between regions and in torch."""
     started = []
 
     def num_threads() -> int:
