@@ -48,8 +48,20 @@
 #endif
 
 typedef struct { /* shared by the threads of a region */
+    int64_t spins; /* before a thread sleeps */
     int32_t arrived, phase, sleeping;
 } __attribute__((aligned(64))) Barrier;
+
+/* As long as the threads of libgomp: by its environment variables, which users of a shared machine set. */
+int64_t num_spins(void) {
+    const char *count = getenv("GOMP_SPINCOUNT"), *policy = getenv("OMP_WAIT_POLICY");
+    if (count && *count >= '0' && *count <= '9') {
+        char *suffix;
+        int64_t spins = strtoll(count, &suffix, 10);
+        return *suffix == 'k' ? spins * 1000 : *suffix == 'M' ? spins * 1000000 : spins;
+    }
+    return policy && (*policy == 'p' || *policy == 'P') ? 0 : SPINS; /* passive */
+}
 
 typedef struct {
     int64_t index, count;
@@ -78,7 +90,7 @@ static void wait_for_all(const Thread *thread) {
             syscall(SYS_futex, &b->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
         return;
     }
-    for (int i = 0; i < SPINS; i++) {
+    for (int64_t i = 0; i < b->spins; i++) {
         if (__atomic_load_n(&b->phase, __ATOMIC_ACQUIRE) != phase) return;
         RELAX();
     }
@@ -967,7 +979,7 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
 /* All layers and the final norm: x[tokens, hidden] in and out. */
 void forward(const Model *model, const Batch *batch) {
     Scratch scratch;
-    Barrier barrier = {0};
+    Barrier barrier = {.spins = num_spins()};
     lay_out(model, batch, batch->scratch, &scratch);
     list_tasks(batch, &scratch);
 #pragma omp parallel num_threads(batch->num_threads)
@@ -997,7 +1009,7 @@ void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *sc
     to.low = to.high + padded(rows * groups * GROUP);
     to.scales = (float *)(to.low + padded(rows * groups * GROUP));
     to.sums = to.scales + padded(rows * groups * sizeof(float)) / sizeof(float);
-    Barrier barrier = {0};
+    Barrier barrier = {.spins = num_spins()};
 #pragma omp parallel num_threads(num_threads)
     {
         Thread thread = this_thread(&barrier);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -201,6 +202,23 @@ def test_threads_that_sleep_at_barriers_give_the_results_of_one(num_threads: int
     thread.start()
     thread.join()
     assert len(found) == 301 and all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize(
+    ("count", "policy", "expected"),
+    [("0", None, 0), ("300k", "passive", 300_000), (None, "PASSIVE", 0), (None, "active", None), (None, None, None)],
+)
+def test_threads_spin_as_long_as_those_of_libgomp(
+    count: str | None, policy: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: as long as measured to be good."""
+    for name, value in (("GOMP_SPINCOUNT", count), ("OMP_WAIT_POLICY", policy)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    num_spins = native_library()._library.num_spins
+    num_spins.restype = ctypes.c_int64
+    assert num_spins() == expected or (expected is None and num_spins() >= 4000)
 
 
 def test_checking_the_library_starts_no_openmp_threads() -> None:
