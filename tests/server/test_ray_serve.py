@@ -101,7 +101,7 @@ def test_requests_with_a_common_prefix_go_to_the_replica_that_has_it(
     default_model: RayCluster, client: openai.OpenAI
 ) -> None:
     """In another order the second time: taking turns would miss. Whether both replicas are used depends on when they
-    report; one whose report is late is not chosen, so other prompts are tried on a busy host."""
+    report; one whose report is late is not chosen, so a busy host may miss some."""
 
     def hits(attempt: int) -> bool:
         systems = [f"{attempt}. {system}" for system in SYSTEMS[:2]]
@@ -110,7 +110,7 @@ def test_requests_with_a_common_prefix_go_to_the_replica_that_has_it(
         found = [ask(client, system, QUESTIONS[1]).usage for system in reversed(systems)]
         return all(usage.prompt_tokens_details.cached_tokens > 0.7 * usage.prompt_tokens for usage in found)
 
-    assert any(hits(attempt) for attempt in range(5))
+    assert sum(hits(attempt) for attempt in range(5)) >= 3  # one in four by chance
 
 
 # ---------------------------------------------------------------------- virtual GPUs
