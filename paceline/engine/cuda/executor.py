@@ -38,7 +38,7 @@ from paceline.engine.cuda.buffers import PassBuffers
 from paceline.engine.cuda.decode import DecodeRunner
 from paceline.engine.cuda.draft_model import DraftModel
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, GraphStage, draft_sizes, forward_key, forward_keys
-from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker, output_sizes
+from paceline.engine.cuda.inputs import PREFILL_SIZES, PackedBatch, PlanPacker, output_sizes, token_sizes
 from paceline.engine.cuda.kv_scales import calibrate, scales_digest
 from paceline.engine.cuda.launch_watch import LaunchWatch
 from paceline.engine.cuda.model import CudaModel
@@ -312,6 +312,7 @@ class CudaExecutor(Executor):
             max_length,
             self.attention.split_rule,
             sizes,
+            max_tokens=model.max_tokens,
             has_drafts=max_drafts > 0,
             samples=model.shard.is_last,
         )
@@ -339,7 +340,7 @@ class CudaExecutor(Executor):
         """Loads the kernels of libraries, which they do at first use and which may take a second on a new machine.
         Needs no kernel of ours, so those may be compiled meanwhile."""
         with self.streams.use(self.streams.engine):
-            prefill_sizes = [bucket.tokens for bucket in self.prefill.buckets]
+            prefill_sizes = [*(one.tokens for one in self.prefill.buckets), *token_sizes(self.model.max_tokens)]
             self.model.load_gemm_kernels(self.graphs.sizes, prefill_sizes, output_sizes(self.model.max_rows))
             if self.draft_model is not None:
                 self.draft_model.load_libraries(self.graphs.sizes, prefill_sizes)

@@ -6,7 +6,9 @@ keeps decoding appears in no upload. Stages of a pipeline before the last sample
 rows, and the first one the tokens that the last one has sampled.
 
 For a prefill or mixed batch the upload contains everything: tokens, work units, which rows sample. Small batches are
-padded to one of a few sizes (`PrefillBucket`), so that one CUDA graph serves many of them.
+padded to one of a few sizes (`PrefillBucket`), so that one CUDA graph serves many of them. The tokens of others are
+padded to a multiple of `TOKEN_STEP`: libraries choose another kernel for another number of rows, and load it at first
+use, for which they wait for the device.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ Column = npt.NDArray[np.int32]
 
 ALIGN = 32  # words: parts begin at multiples, so that Triton's pointer specialisation is the same for all of them
 PREFILL_SIZES = (64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024, 1536, 2048)  # tokens of prefill buckets
+TOKEN_STEP = 64  # tokens of a prefill batch without a bucket are padded to a multiple
 _EXTRA_TILES = 32  # more than a bucket's tokens fill: each prompt may end within a tile
 _MIN_OUTPUT_ROWS = 16
 _SPLIT_CAPACITIES = ((0, 0), (32, 16), (128, 64))  # splits of keys, and tiles they belong to
@@ -82,6 +85,16 @@ def prefill_buckets(tokens: int, tokens_per_tile: int) -> list[PrefillBucket]:
     return [PrefillBucket(tokens, tiles + splits, merges) for splits, merges in _SPLIT_CAPACITIES]
 
 
+def token_sizes(max_tokens: int) -> list[int]:
+    """All numbers of tokens that `padded_tokens` pads to."""
+    return sorted({padded_tokens(count, max_tokens) for count in range(1, max_tokens + 1)})
+
+
+def padded_tokens(count: int, max_tokens: int) -> int:
+    """What the tokens of a prefill batch without a bucket are padded to."""
+    return min(cdiv(count, TOKEN_STEP) * TOKEN_STEP, max_tokens)
+
+
 def output_rows(count: int, max_rows: int) -> int:
     """What the hidden states that a prefill batch samples from are padded to: few numbers of rows, since cuBLAS has
     other kernels for other numbers, and loads them at first use."""
@@ -118,7 +131,7 @@ class PackedBatch:
     bucket: PrefillBucket | None  # what the next seven spans are padded to, if a CUDA graph can run the batch
     pooled_rows: Column  # rows of prompts that are embedded
     pooled_starts: Column  # the position of each one's first token
-    token_rows: UploadSpan
+    token_rows: UploadSpan  # padded
     query_starts: UploadSpan
     extend_units: UploadSpan  # tiles of prefill queries, whole or in splits
     extend_merges: UploadSpan  # tiles whose keys are split
@@ -161,10 +174,12 @@ class PlanPacker:
         split_rule: SplitRule = SplitRule(kv_heads=1),  # noqa: B008  (frozen)
         prefill_sizes: Sequence[int] = (),
         *,
+        max_tokens: int,
         has_drafts: bool = False,
         samples: bool = True,
     ) -> None:
-        """samples: the device samples, and advances the rows that do."""
+        """max_tokens: of a batch. samples: the device samples, and advances the rows that do."""
+        self._max_tokens = max_tokens
         self._has_drafts, self._samples = has_drafts, samples
         self._token_runs: list[Run] = []  # tokens that were sampled elsewhere, for the next upload
         self._has_source = np.zeros(max_running, np.bool_)  # slots whose draft source on the device is not empty
@@ -250,9 +265,10 @@ class PlanPacker:
                 columns = tuple(
                     _padded(*padding) for padding in zip(columns, counts, (-1, 0, -1, -1, 0, 0, 0), strict=True)
                 )
-            elif num_sampled:
-                sampled = _padded(columns[4], output_rows(num_sampled, len(self._computed)), 0)
-                columns = (*columns[:4], sampled, *columns[5:])
+            else:
+                token_rows = _padded(columns[0], padded_tokens(num_tokens, self._max_tokens), -1)
+                outputs = output_rows(num_sampled, len(self._computed)) if num_sampled else 0
+                columns = (token_rows, *columns[1:4], _padded(columns[4], outputs, 0), *columns[5:])
         columns += (NO_WORDS,) * (_NUM_PREFILL_COLUMNS - len(columns))
         swapped = (NO_WORDS, NO_WORDS) if plan.swap is None else (plan.swap.spill_pages, plan.swap.fetch_pages)
         parts = (diff, *columns, adjust, self._sources(plan), *swapped, pool_ranges)

@@ -82,7 +82,6 @@ _LARGE_WEIGHT_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
 _MIN_BLOCK_N = 4  # of GEMMs that add to the residual stream
 _MIN_SPLIT_ROWS = 32  # with half as many rows, K is split into twice as many parts
-_UNPADDED_STEP = 512  # rows: GEMMs of larger prefill batches are loaded at multiples
 _EXPERT_ACTIVATIONS = ("silu", "clamped_swiglu")
 _UNSUPPORTED_FIELDS: tuple[str, ...] = ()  # of ModelSpec
 
@@ -550,15 +549,10 @@ class CudaModel:
     def load_gemm_kernels(
         self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int], output_sizes: Sequence[int] = ()
     ) -> None:
-        """Runs the GEMMs of a layer and of the head for all numbers of rows that are padded to, and some of those that
-        are not: cuBLAS chooses another kernel for another number of rows, and loads it at first use. output_sizes: of
-        the last layer of a prefill batch, whose other rows nobody needs."""
-        sizes = {
-            *prefill_sizes,
-            *output_sizes,
-            *range(_UNPADDED_STEP, self.max_tokens + 1, _UNPADDED_STEP),
-            self.max_tokens,
-        }
+        """Runs the GEMMs of a layer and of the head for all numbers of rows that batches are padded to: cuBLAS chooses
+        another kernel for another number of rows, and loads it at first use. output_sizes: of the last layer of a
+        prefill batch, whose other rows nobody needs."""
+        sizes = {*prefill_sizes, *output_sizes}
         if self._quantised_buffers is not None:
             layer, buffers = self.layers[0], self._quantised_buffers
             outputs = (self._qkv, buffers.partial, self._gate_up, buffers.partial)

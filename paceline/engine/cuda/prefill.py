@@ -75,7 +75,7 @@ class PrefillRunner:
         tiles = span(packed.shared_tiles).view(-1, SHARED_TILE_WORDS)
         shared = (tiles, span(packed.tile_rows), span(packed.tile_tokens)) if len(tiles) else None
         return self.run_inputs(
-            packed.num_tokens,
+            packed.token_rows.count,
             decode_rows,
             packed.shared_block_m,
             inputs,

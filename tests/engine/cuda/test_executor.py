@@ -15,7 +15,7 @@ from paceline.config import EngineConfig
 from paceline.engine.build import assemble
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
-from paceline.engine.cuda.inputs import PlanPacker
+from paceline.engine.cuda.inputs import PlanPacker, token_sizes
 from paceline.engine.cuda.model import CudaExperts
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
@@ -404,7 +404,7 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
 
 
 def test_a_steady_decode_batch_uploads_nothing() -> None:
-    packer = PlanPacker(4, 100, 8)
+    packer = PlanPacker(4, 100, 8, max_tokens=100)
     join = Join.of(Request("a", np.arange(5)), 2)
     first = packer.pack(plan_of([2], [0], [5], joins=(join,)))
     counts = dict(zip(DiffHeader, first.parts[0].tolist(), strict=False))
@@ -416,6 +416,14 @@ def test_a_steady_decode_batch_uploads_nothing() -> None:
     third = packer.pack(plan_of([2], [6], [1]))
     assert third.is_decode and third.num_words == 0, "there is not even an empty diff"
     assert packer.pack(plan_of([2], [7], [1])) is third
+
+
+@pytest.mark.parametrize(("max_tokens", "padded"), [(200, 128), (100, 100)])
+def test_tokens_of_a_prefill_batch_without_a_bucket_are_padded(max_tokens: int, padded: int) -> None:
+    """To a number for which the kernels of libraries are loaded at start. Padding belongs to no row."""
+    packed = PlanPacker(4, 100, 8, max_tokens=max_tokens).pack(plan_of([2, 0], [0, 0], [60, 10], num_decodes=0))
+    assert packed.num_tokens == 70 and packed.token_rows.count == padded and padded in token_sizes(max_tokens)
+    assert packed.parts[1].tolist() == [0] * 60 + [1] * 10 + [-1] * (padded - 70)
 
 
 WORD = np.array([1], np.int32)
@@ -436,7 +444,7 @@ WORD = np.array([1], np.int32)
 def test_whatever_changes_is_uploaded(changed: dict[str, Any]) -> None:
     """And the batch after it repeats again."""
     rule = ShareRule(group=2, max_units=64, chunks=(16,), align=8, min_saving=0, min_pair_tokens=16)
-    packer = PlanPacker(4, 100, 8, rule)
+    packer = PlanPacker(4, 100, 8, rule, max_tokens=100)
     for start in (5, 6, 7):
         packed = packer.pack(plan_of([1, 2], [start, start], [1, 1]))
     assert packed.num_words == 0
@@ -455,7 +463,7 @@ def test_whatever_changes_is_uploaded(changed: dict[str, Any]) -> None:
 
 
 def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
-    packer = PlanPacker(4, 100, 8)
+    packer = PlanPacker(4, 100, 8, max_tokens=100)
     state = SlotState.empty(4, 8, 2, 4, "cpu")
     changes = {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}
     pages = {name: np.array(values, np.int32) for name, values in changes.items()}
@@ -474,7 +482,7 @@ def test_two_rows_share_only_prefixes_too_long_for_the_l2_cache() -> None:
 def test_a_prompt_of_one_token_among_decodes_does_not_inherit_shared_segments() -> None:
     """It runs as a decode row, so the device must know that none of its positions are in shared units."""
     rule = ShareRule(group=2, max_units=64, chunks=(16,), align=8, min_saving=0, min_pair_tokens=16)
-    packer = PlanPacker(4, 100, 8, rule)
+    packer = PlanPacker(4, 100, 8, rule, max_tokens=100)
     state, units = SlotState.empty(4, 64, 2, 4, "cpu"), DecodeUnits.empty(4, 64, 64, "cpu")
     for starts, num_decodes, shared in (([40, 40, 40], 3, [0, 1, 2]), ([41, 41, 5], 2, [0, 1])):
         rows = np.array(shared, np.int32)

@@ -108,7 +108,7 @@ def test_a_bucket_may_have_fewer_tokens_than_the_executor_has_rows(prefill_graph
 
 def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a chunk that is not its prompt's last, only keys and values are needed, and no hidden states. Output tokens
-    are padded to the four rows of this executor."""
+    are padded to the four rows of this executor, and tokens to the 32 of its largest batch."""
     rows: list[int] = []
     add_linear = ForwardPass.add_linear
 
@@ -125,7 +125,7 @@ def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.Monk
         found = llm.generate([prompt], once)[0].token_ids
         assert rows == [4]
         output = llm.generate([prompt], replace(once, prompt_logprobs=0))[0]
-        assert rows == [4, 16, 16, 8] and output.token_ids == found and len(output.prompt_logprobs or ()) == 40
+        assert rows == [4, 32, 32, 32] and output.token_ids == found and len(output.prompt_logprobs or ()) == 40
     assert [found] == expected("tiny-qwen3", [prompt], once)
 
 
