@@ -683,6 +683,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "prompts": "32 prompts of 256 to 24,000 tokens, 32 output tokens each",
     "chats": "64 conversations of 6 turns that do not fit into the KV cache: what host_kv_tokens is worth",
     "sweep": "time per output token at several batch sizes",
+    "shared-sweep": "sweep with prompts that begin with the same 2,048 tokens",
     "sampling": "nano with top-k, top-p and penalties on all rows, compared with temperature alone",
     "logprobs": "64 and 256 prompts with top-5 logprobs, compared with none",
     "grammar": "64 prompts with a JSON schema each, compared with unconstrained output",
@@ -721,7 +722,8 @@ class OfflineConfig:
         "on", "overlap mode: on, off or sync; both: every run with on and with off", choices=(*OVERLAP, "both")
     )
     batches: str = option(
-        "1,256", "batch sizes of sweep and speculate, separated by commas; speculate on a CPU: those up to 16"
+        "1,256",
+        "batch sizes of sweep, shared-sweep and speculate, separated by commas; speculate on a CPU: those up to 16",
     )
     questions: str | None = option(
         None, "part speculate: file of further tasks, JSON Lines with category and turns, as the questions of MT-Bench"

@@ -25,6 +25,7 @@ from paceline.bench.workloads import (
     nano,
     prefill_overload,
     sampled,
+    shared_sweep,
     short_texts,
     small_behind_large,
     structured,
@@ -189,24 +190,39 @@ def _compare(runner: BenchRunner, name: str, plain: MakeWorkload, full: MakeWork
 
 
 def run_sweep(runner: BenchRunner) -> None:
+    _sweep(runner, "sweep", sweep)
+
+
+def run_shared_sweep(runner: BenchRunner) -> None:
+    _sweep(runner, "shared-sweep", shared_sweep)
+
+
+def _sweep(runner: BenchRunner, name: str, make: Callable[[int, int, int], OfflineWorkload]) -> None:
     """The time per token is the difference between a long and a short run, so that prefill does not count."""
     for batch in runner.config.batch_sizes:
         for mode in runner.config.overlap_modes:
             # The best of each: subtracting a slow short run would make the time per token too small.
-            short, long = (_best_sweep(runner, batch, count, mode) for count in SWEEP_OUTPUTS)
+            short, long = (_best_sweep(runner, f"{name} {batch}", make, batch, count, mode) for count in SWEEP_OUTPUTS)
             more = (long.num_tokens - short.num_tokens) / long.num_requests  # 256 at full scale
             each = (long.seconds - short.seconds) / more
-            runner.report(f"sweep-{batch}", long, mode, ms_per_token=round(each * 1e3, 4))
+            runner.report(f"{name}-{batch}", long, mode, ms_per_token=round(each * 1e3, 4))
             runner.table.append(
-                f"sweep b{batch:<4} overlap {mode:4} {each * 1e3:7.3f} ms/token  {long.metrics.summary}; "
+                f"{name} b{batch:<4} overlap {mode:4} {each * 1e3:7.3f} ms/token  {long.metrics.summary}; "
                 f"{long.metrics.against(runner.roofline)}"
             )
 
 
-def _best_sweep(runner: BenchRunner, batch: int, count: int, overlap: str) -> BenchRun:
+def _best_sweep(
+    runner: BenchRunner,
+    name: str,
+    make: Callable[[int, int, int], OfflineWorkload],
+    batch: int,
+    count: int,
+    overlap: str,
+) -> BenchRun:
     seed = 1000 * batch + 500 * (overlap == "off") + count
     length = " short" if count == SWEEP_OUTPUTS[0] else ""
-    runs = [runner.timed(sweep(batch, count, seed + i), f"sweep {batch} {i}{length}", overlap) for i in range(2)]
+    runs = [runner.timed(make(batch, count, seed + i), f"{name} {i}{length}", overlap) for i in range(2)]
     return min(runs, key=lambda run: run.seconds)
 
 
@@ -322,6 +338,7 @@ PARTS: dict[str, Callable[[BenchRunner], None]] = {
     "prompts": run_prompts,
     "chats": run_chats,
     "sweep": run_sweep,
+    "shared-sweep": run_shared_sweep,
     "sampling": run_sampling,
     "logprobs": run_logprobs,
     "grammar": run_grammar,

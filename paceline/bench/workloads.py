@@ -12,6 +12,7 @@ from paceline.config import OfflineConfig
 from paceline.request import Grammar, Request, SamplingParams
 
 SWEEP_OUTPUTS = (16, 272)  # output tokens of a short and a long run
+SHARED_TOKENS = 2048  # of shared-sweep
 CHAT_TURNS = 6
 
 
@@ -83,6 +84,13 @@ def sweep(batch: int, output: int, seed: int = 0) -> OfflineWorkload:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output)
     return OfflineWorkload([[rng.randint(0, 10_000) for _ in range(128)] for _ in range(batch)], [params] * batch)
+
+
+def shared_sweep(batch: int, output: int, seed: int = 0) -> OfflineWorkload:
+    """`sweep`, with the same tokens before every prompt."""
+    work, rng = sweep(batch, output, seed), random.Random(-seed - 1)
+    prefix = [rng.randint(0, 10_000) for _ in range(SHARED_TOKENS)]
+    return work._replace(prompts=[prefix + prompt for prompt in work.prompts])
 
 
 def long_prompts(num_requests: int = 32, output: int = 32) -> OfflineWorkload:
@@ -216,9 +224,10 @@ def num_part_tokens(part: str, config: OfflineConfig) -> int:
             return runs * long_prompts().num_tokens
         case "chats":
             return runs * CHAT_TURNS * chats().num_tokens
-        case "sweep":
+        case "sweep" | "shared-sweep":
             each = sum(sweep(1, count).num_tokens for count in SWEEP_OUTPUTS)
-            return 2 * len(config.overlap_modes) * sum(config.batch_sizes) * each
+            shared = len(SWEEP_OUTPUTS) * len(config.batch_sizes) * SHARED_TOKENS if part == "shared-sweep" else 0
+            return 2 * len(config.overlap_modes) * (sum(config.batch_sizes) * each + shared)
         case "sampling":
             return compared * nano().num_tokens
         case "logprobs":

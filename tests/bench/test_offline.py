@@ -29,12 +29,22 @@ def results(text: str) -> list[dict[str, Any]]:
 
 def test_every_run_prints_a_result_in_both_overlap_modes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = tmp_path / "out.json"
-    arguments = ("nano", "gsp", "sweep", *TINY, "--overlap=both", "--repeats=1", "--batches=50", f"--trace={trace}")
+    arguments = (
+        "nano",
+        "gsp",
+        "sweep",
+        "shared-sweep",
+        *TINY,
+        "--overlap=both",
+        "--repeats=1",
+        "--batches=50",
+        f"--trace={trace}",
+    )
     assert offline.main(arguments) == 0
     printed = capsys.readouterr().out
     found = results(printed)
     assert [(one["workload"], one["overlap"]) for one in found] == [
-        (name, mode) for name in ("nano", "gsp", "sweep-50") for mode in ("on", "off")
+        (name, mode) for name in ("nano", "gsp", "sweep-50", "shared-sweep-50") for mode in ("on", "off")
     ]
     assert all(one.keys() >= KEYS and one["shape"] == "tiny-qwen3" for one in found)
     assert all(0 <= one["gpu_idle_share"] < 1 and 0 <= one["hidden_share"] <= 1 for one in found)
