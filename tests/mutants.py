@@ -1168,11 +1168,18 @@ MUTANTS = [
         ("tests/server/test_ray_engine.py",),
     ),
     Mutant(
-        "the first of three recorded runs is part of the fit",
+        "a fit takes the cost of sharing a prefix for that of every pass",
         "simulator/fit.py",
-        "counts[run.workload] < _WARMS_UP or run != first[run.workload]",
-        "True",
+        "np.array([one.has_repeated for one in passes])[:, None]",
+        "np.ones((len(passes), 1))",
         ("tests/simulator/test_fit.py",),
+    ),
+    Mutant(
+        "large prefill batches are not padded",
+        "engine/cuda/inputs.py",
+        "min(cdiv(count, TOKEN_STEP) * TOKEN_STEP, max_tokens)",
+        "count",
+        ("tests/engine/cuda/test_executor.py",),
     ),
     Mutant(
         "a rank's part of the columns of a weight in groups has the scales of the first part",

@@ -289,7 +289,7 @@ def fit(
     console.print(table)
     runs = _replayed(read, recordings, fitted.profile, console)
     if cold := [run.name for one, kept in zip(every, read, strict=True) for run in one.runs if run not in kept.runs]:
-        console.print(f"Skipped, because the run warms up or kernels were compiled during it: {', '.join(cold)}.")
+        console.print(f"Skipped, because kernels were compiled during the run: {', '.join(cold)}.")
     if cut := [name for one, kept in zip(every, read, strict=True) if kept is not one for name in one.cut_off]:
         console.print(f"Skipped, because the recording ends before the run: {', '.join(cut)}.")
     if save is not None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,6 @@ Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
 _DECODES, _PROMPTS, _DRAFTED = 20, 5, 5  # minimum number of passes for a fit; of one graph with drafts
 _FAR = 1.5  # times the prediction of a first fit: the pass loaded or compiled something
-_WARMS_UP = 3  # runs of a workload, of which the first is left out
 _COMPILED_S = 0.05  # a longer launch compiles or waits
 _ROUNDING_S = 2e-6  # accumulated rounding of recorded times
 # By whether a pass has prompt tokens and whether its rows share a prefix
@@ -95,12 +94,8 @@ class Recording:
         return replace(self, passes=passes, runs=chosen)
 
     def warm(self) -> Recording:
-        """Without runs that compile, warm up or are cut off, and without passes between runs; everything if no run is
-        left. The first of three or more runs of a workload warms up: libraries load kernels, graphs are captured."""
-        counts = Counter(run.workload for run in self.runs)
-        first = {run.workload: run for run in reversed(self.runs)}
+        """Without runs that compile or are cut off, and without passes between runs; everything if no run is left."""
         runs = [run for run in self.runs if not run.compiles]
-        runs = [run for run in runs if counts[run.workload] < _WARMS_UP or run != first[run.workload]]
         return self.only(runs) if runs else self
 
 
@@ -248,13 +243,33 @@ def _robust(rows: Matrix, seconds: Matrix) -> Matrix:
     return found
 
 
-def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[int]) -> tuple[list[float], Linear]:
-    """The base time of each CUDA graph, and the terms that all of them share."""
+class _DecodeFit(NamedTuple):
+    bucket_s: list[float]
+    sharing_s: list[float]
+    decode: Linear
+
+
+def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[int]) -> _DecodeFit:
+    """The base time of each CUDA graph, what sharing a prefix adds to it, and the terms that all of them share."""
     present = [bucket for bucket in buckets if any(one.bucket == bucket for one in passes)]
-    graphs = np.array([[float(one.bucket == bucket) for bucket in present] for one in passes])
-    found = _mean(np.hstack([graphs, _columns(passes, DECODE_TERMS)]), seconds)
-    bases = np.interp(buckets, present, found[: len(present)])  # graphs that never ran: interpolated
-    return [float(base) for base in bases], _linear(0.0, DECODE_TERMS, found[len(present) :])
+    shared, own = ({one.bucket for one in passes if one.has_repeated == has} for has in (True, False))
+    # Where every pass shares, its cost cannot be told from the base time: it is that of the graphs around.
+    known = sorted(shared & own or shared)
+    rows = np.array([one.bucket for one in passes])
+    graphs = (rows[:, None] == present).astype(np.float64)
+    added = np.array([one.has_repeated for one in passes])[:, None] * _interpolation(rows, known)
+    found = _mean(np.hstack([graphs, added, _columns(passes, DECODE_TERMS)]), seconds)
+    bases, sharing, terms = np.split(found, [len(present), len(present) + len(known)])
+    # Graphs that never ran are interpolated.
+    bucket_s: list[float] = np.interp(buckets, present, bases).tolist()
+    sharing_s: list[float] = np.interp(buckets, known, sharing).tolist() if known else []
+    return _DecodeFit(bucket_s, sharing_s, _linear(0.0, DECODE_TERMS, terms))
+
+
+def _interpolation(at: Matrix, points: Sequence[int]) -> Matrix:
+    """The weights of `points` in a linear interpolation: [len(at), len(points)]."""
+    weights = [np.interp(at, points, unit) for unit in np.eye(len(points))]
+    return np.stack(weights, 1) if weights else np.zeros((len(at), 0))
 
 
 def _prompts(passes: Sequence[RecordedPass]) -> Linear:
@@ -296,7 +311,7 @@ def _fit(every: Sequence[LoopStep], header: Header, source: str) -> Profile:
             f"a fit needs {_DECODES} and {_PROMPTS}."
         )
     buckets = header.buckets or sorted({one.features.bucket for one in decodes})
-    bases, decode = _decodes([one.features for one in decodes], _seconds(decodes), buckets)
+    decode = _decodes([one.features for one in decodes], _seconds(decodes), buckets)
     host, ended, launch_s = _host(steps)
     profile = Profile(
         device=header.device,
@@ -304,8 +319,9 @@ def _fit(every: Sequence[LoopStep], header: Header, source: str) -> Profile:
         source=source,
         kv_tokens=header.num_pages * header.page_size,
         buckets=list(buckets),
-        bucket_s=bases,
-        decode=decode,
+        bucket_s=decode.bucket_s,
+        sharing_s=decode.sharing_s,
+        decode=decode.decode,
         prompt=_prompts(prompts),
         host=host,
         ended=ended,

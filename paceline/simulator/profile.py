@@ -1,12 +1,12 @@
 """Performance profile of a device: how long a forward pass takes on the device and on the host, fitted to recordings.
 
-A decode batch runs as a CUDA graph: it takes the base time of the graph's bucket plus a term per KV position read, once
-for rows that share a prefix. A prefill or mixed batch takes a term per new token, per query-key pair in attention, and
-per KV position that its decodes read; its kernels are launched one by one while the device runs the first of them.
-Host time is results, text and planning, most of it when requests finish or join. Pages are spilled to host memory and
-fetched beside the passes (`HostLink`), at a fixed rate each way. Draft tokens (speculative decoding) add a time by
-graph and depth (`draft_s`), or what as many more rows would take where that was not measured. No coefficient is
-negative: more work never takes less time.
+A decode batch runs as a CUDA graph: it takes the base time of the bucket, more where rows share a prefix, plus a
+term per KV position read, once for rows that share it. A prefill or mixed batch takes a term per new token, per
+query-key pair in attention, and per KV position that its decodes read; its kernels are launched one by one while the
+device runs the first of them. Host time is results, text and planning, most of it when requests finish or join. Pages
+are spilled to host memory and fetched beside the passes (`HostLink`), at a fixed rate each way. Draft tokens
+(speculative decoding) add a time by graph and depth (`draft_s`), or what as many more rows would take where that was
+not measured. No coefficient is negative: more work never takes less time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.scheduler.plan import Finished, Plan
 
 _FOLDER = Path(__file__).parent / "profiles"
 # Terms of each kind of batch and of the host: fields of PassFeatures, and of FinishedRequests
-DECODE_TERMS = ("own_tokens", "has_repeated", "longest_context")
+DECODE_TERMS = ("own_tokens", "repeated_tokens", "longest_context")
 PROMPT_TERMS = (
     "num_prompt_tokens",
     "prompt_pairs",
@@ -79,6 +79,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     swap_token_s: float | None = None  # to copy the KV of a token to or from host memory; None: unknown
     swap_source: str = ""  # where swap_token_s comes from
     draft_s: dict[int, list[float]] = {}  # by drafts per row: what they add to the time of each bucket
+    sharing_s: list[float] = []  # what a shared prefix adds to the time of each bucket; empty: nothing
 
     @cached_property
     def _by_bucket(self) -> dict[int, float]:
@@ -139,6 +140,8 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
             rows, seconds = self.buckets[-2:], self.bucket_s[-2:]
             slope = max(0.0, (seconds[1] - seconds[0]) / (rows[1] - rows[0]))
             base = seconds[1] + slope * (features.bucket - rows[1])
+        if features.has_repeated and self.sharing_s:
+            base += float(np.interp(features.bucket, self.buckets, self.sharing_s))
         return base + self.decode.seconds(features)
 
     def host_s(self, features: PassFeatures, ended: FinishedRequests) -> float:

@@ -55,7 +55,12 @@ def shard_profile(profile: Profile, num_ranks: int) -> Profile:
         "num_moved_pages": work.kv,
         "has_decodes": 1.0,  # more launches
     }
-    decode_shares = {"own_tokens": work.kv, "longest_context": 1.0, "has_repeated": 1.0}  # a latency, more launches
+    decode_shares = {
+        "own_tokens": work.kv,
+        "repeated_tokens": work.heads,
+        "longest_context": 1.0,  # a latency
+        "has_repeated": 1.0,  # more launches, as sharing_s; of profiles fitted before it
+    }
     swap_token_s = None if profile.swap_token_s is None else profile.swap_token_s * work.kv  # each GPU has a link
     changed = {
         "kv_tokens": work.kv_tokens(profile.kv_tokens),

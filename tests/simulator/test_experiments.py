@@ -192,7 +192,7 @@ def test_overlap_keeps_the_gpu_busy(rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 64])
 def test_overlap_helps_less_with_a_large_model(rows: int) -> None:
     ratios = [overlap(rows, False, gpu).seconds / overlap(rows, True, gpu).seconds for gpu in (SMALL, LARGE)]
-    assert ratios[0] > 1.3
+    assert ratios[0] > 1.2
     assert 1.03 < ratios[1] < 1.2
 
 
@@ -209,7 +209,7 @@ def test_drafts_pay_off_in_small_batches_and_cost_time_in_large_ones() -> None:
 
 def test_the_best_number_of_drafts_falls_with_the_batch_size() -> None:
     best = [max((2, 4, 7), key=lambda drafts: speedup(rows, drafts, 0.6, SMALL)) for rows in (1, 256)]
-    assert best == [7, 4]
+    assert best == [7, 2]
 
 
 def test_tokens_per_row_are_those_of_the_formula() -> None:

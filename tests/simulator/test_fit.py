@@ -122,6 +122,25 @@ def test_a_fit_recovers_the_host_times(tmp_path: Path) -> None:
         assert found.host_s(one.features, ended) == pytest.approx(SLOW.host_s(one.features, ended), rel=0.05, abs=1e-4)
 
 
+def test_a_fit_recovers_what_a_shared_prefix_costs(tmp_path: Path) -> None:
+    """A fixed cost of each CUDA graph. In every second pass no row shares anything."""
+    truth = msgspec.structs.replace(QUICK, sharing_s=[1e-3 + 1e-5 * bucket for bucket in QUICK.buckets])
+    record(tmp_path / "run.jsonl")
+    read = Recording.read(tmp_path / "run.jsonl")
+    passes = []
+    for index, line in enumerate(read.passes):
+        features = line.features
+        if index % 2:
+            alone = features.context_tokens - features.repeated_tokens
+            features = msgspec.structs.replace(features, context_tokens=alone, repeated_tokens=0)
+        passes.append(msgspec.structs.replace(line, features=features, device_s=truth.device_s(features)))
+    fitted = fit([dataclasses.replace(read, passes=passes)], "run").profile
+    for one in (line.features for line in passes if not line.features.has_prompts):
+        assert fitted.device_s(one) == pytest.approx(truth.device_s(one), rel=0.02)
+        index = truth.buckets.index(one.bucket)
+        assert fitted.sharing_s[index] == pytest.approx(truth.sharing_s[index], rel=0.1)
+
+
 def test_passes_that_wait_for_their_launch_do_not_count_as_errors(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", profile=SLOW)
     read = Recording.read(tmp_path / "run.jsonl")
@@ -143,17 +162,7 @@ def test_a_run_that_compiles_kernels_is_left_out(tmp_path: Path) -> None:
     assert cold.warm() == cold, "a cold run is used if there is no other"
     assert {one.step for one in warm.passes} < {one.step for one in read.passes}
     for one in replay(path, warm, fit([warm], "run").profile):
-        assert abs(one.total_error) < 0.02 and abs(one.pass_error) < 0.02
-
-
-def test_the_first_of_three_runs_of_a_workload_is_left_out(tmp_path: Path) -> None:
-    record(tmp_path / "run.jsonl", runs=3, requests=50)
-    read = Recording.read(tmp_path / "run.jsonl")
-    assert [run.name for run in read.runs] == ["run 0", "run 1", "run 2"]
-    other = dataclasses.replace(read.runs[0], name="other 0")
-    with_other = dataclasses.replace(read, runs=[other, *read.runs])
-    assert [run.name for run in with_other.warm().runs] == ["other 0", "run 1", "run 2"]
-    assert [run.name for run in read.only(read.runs[:2]).warm().runs] == ["run 0", "run 1"]
+        assert abs(one.total_error) < 0.02 and abs(one.pass_error) < 0.03
 
 
 @pytest.mark.parametrize(("launch_s", "compiles"), [(0.1, False), (1.0, True)])
