@@ -408,7 +408,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATION: Mapping[str, str] = {
     "auto": "weights of a quantised GGUF file and of a 4-bit checkpoint, on a GPU also of an FP8 or MXFP4 checkpoint, "
-    "stay as they are stored",
+    "stay as they are stored, except those of small GGUF files on a GPU",
     "fp8": "weights are rounded to FP8 (e4m3) with a scale per row; with many rows activations, too; of a mixture of "
     "experts, the weights of the experts only (GPU only)",
     "mxfp4": "the weights of experts are rounded to MXFP4, unless they are stored so (GPU only)",

@@ -34,6 +34,7 @@ from paceline.engine.loop import Trace
 from paceline.engine.precision import (
     FP8_KV,
     GPU_FORMATS,
+    LARGE_MATRIX,
     MXFP4_BITS,
     OFFSET_FORMATS,
     Precision,
@@ -374,10 +375,18 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
         if stored == "gguf" and config.max_lora_rank:
             log.warning("weights in 4 and 8 bits are expanded to bfloat16: LoRA adapters need 16 bits on a GPU")
             stored = "none"
+        if stored == "gguf" and path is not None and _largest_matrix(read_spec(path)) < LARGE_MATRIX:
+            log.info("weights in 4 and 8 bits are expanded to bfloat16: that is faster for a model as small as this")
+            stored = "none"
         config = replace(config, quantization="auto" if is_kept else stored)
     if config.dtype != "auto":
         return config
     return replace(config, dtype="bfloat16" if device == "cuda" else "float32")
+
+
+def _largest_matrix(spec: ModelSpec) -> int:
+    """Elements of the largest matrix of a layer."""
+    return spec.hidden_size * max(spec.q_size + 2 * spec.kv_size, 2 * spec.ffn_size)
 
 
 def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None, device: str) -> int:

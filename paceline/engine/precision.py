@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 FP8_KV = "fp8_e4m3"
 GPU_FORMATS = ("fp8", "int4", "mxfp4", "gguf", "q8", "q4")  # of weights in fewer bits than activations
 OFFSET_FORMATS = ("gguf", "q8", "q4")  # 4 or 8 bits in groups of 32 with an offset, as in GGUF files
+GROUPWISE_FORMATS = ("int4", *OFFSET_FORMATS)
 INT4_GROUPS = (128, 64, 32)
 MXFP4_BITS = 4.25  # of a number, with its part of a scale
+# Elements. The fused kernels were tuned for Qwen3-0.6B. With two rows or more, a layer with a matrix of 8 million
+# elements or more is faster with cuBLAS alone (docs/log/gemms.md).
+LARGE_MATRIX = 1 << 23
 FP8_ARCH = 89  # the first one that converts FP8 numbers
 
 

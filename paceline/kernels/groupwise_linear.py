@@ -24,7 +24,7 @@ cuBLAS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,7 @@ from paceline.kernels.quantised_linear import store_sums
 
 GROUPS = (32, 64, 128)  # columns that share a scale
 OFFSET_GROUP = 32  # of weights with offsets
+_PART_ROWS = 4096  # that are computed at once in float32, which takes eight times the memory of 4 bits
 SYMMETRIC_ZERO = 8  # of weights that are stored without zeros
 _SIGNED = 128  # 8 bits are stored as numbers from 0 to 255, which are so much larger
 
@@ -54,6 +55,7 @@ class GroupwiseMatrix:
     num_columns: int
     bits: int = 4
     has_offsets: bool = False
+    expanded: torch.Tensor | None = None  # [N, K]: the same in 16 bits, if memory allows
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -62,6 +64,14 @@ class GroupwiseMatrix:
     @property
     def num_bytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
+
+    def with_expanded(self, dtype: torch.dtype) -> GroupwiseMatrix:
+        """The same, also in 16 bits. Computed by torch: when models are loaded, kernels may not be compiled yet."""
+        wide = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        for first in range(0, len(wide), _PART_ROWS):
+            rows = slice(first, first + _PART_ROWS)
+            wide[rows] = replace(self, values=self.values[:, rows], scales=self.scales[:, rows]).dequantise().to(dtype)
+        return replace(self, expanded=wide)
 
     def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The reference implementation of what the kernels compute with."""
@@ -126,8 +136,8 @@ def quantise_int4(weight: torch.Tensor, group: int = 128, *, symmetric: bool = F
     values = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(rows, count, dtype=torch.float16, device=weight.device)
     zeros = torch.full_like(scales, SYMMETRIC_ZERO)
-    for first in range(0, rows, 4096):  # in parts: float32 takes eight times the memory
-        part = slice(first, first + 4096)
+    for first in range(0, rows, _PART_ROWS):
+        part = slice(first, first + _PART_ROWS)
         groups = weight[part].float().reshape(-1, count, group)
         smallest, largest = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
         if symmetric:

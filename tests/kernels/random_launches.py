@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
+from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.quantised import keep_quantised, quantise_decoder
+from paceline.engine.cuda.quantised import keep_expanded, keep_quantised, quantise_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
@@ -110,7 +111,18 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "formats": (WeightFormat(bits=((4, 8), (4,), (4,), (4, 8))),),
         },
     ),
-    ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 3, "quantization": "q4"}),
+    # Weights that are in memory in 16 bits, too, so that fewer rows are converted in registers.
+    (
+        "wide",
+        {
+            "context_tokens": 900,
+            "num_pages": 200,
+            "max_running": 80,
+            "draft_tokens": 4,
+            "quantization": "q4",
+            "in_memory": True,
+        },
+    ),
     # LoRA adapters, of which some requests use one.
     ("tiny-llama", {"context_tokens": 600, "num_pages": 200, "max_running": 37, "draft_tokens": 4, "lora": (3, 8)}),
     (
@@ -122,7 +134,7 @@ STAGES: list[tuple[str, dict[str, Any]]] = [
     ("wide", {"context_tokens": 600, "num_pages": 200, "max_running": 9}),
     ("tiny-gemma2", {"context_tokens": 600, "num_pages": 200, "max_running": 5}),
 ]  # with pipeline parallelism
-NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "formats", "lora")  # options
+NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "formats", "lora", "in_memory")  # options
 # Large enough for the fused GEMM.
 SPECS = {
     "wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512),
@@ -223,6 +235,9 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
         keep_mixed_bits(decoder)
     elif formats:  # else `build_cuda` rounds
         quantise_decoder(decoder, quantization, formats[0])
+    if options.get("in_memory"):
+        quantise_decoder(decoder, quantization)
+        keep_expanded(decoder, free=1 << 40)
     draft = random_decoder(specs[1], **common) if len(specs) > 1 else None
     device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
     if device.drafts is not None:
@@ -301,6 +316,21 @@ def _on_any_device(variant: KernelVariant) -> KernelVariant:
     return replace(variant, constants=tuple(constants.items()))
 
 
+def unlisted_in_memory(quantization: str) -> set[KernelVariant]:
+    """As `unlisted`, for a device whose weights are in memory in 16 bits, too: those that only a GPU launches."""
+
+    def variants() -> set[KernelVariant]:
+        config = SchedulerConfig(num_pages=512, max_running=256)
+        return set(kernel_variants([SPECS["wide"]], Precision("bfloat16", quantization=quantization), config))
+
+    listed, each_pass = variants(), groupwise._MAX_ROWS_EACH_PASS
+    groupwise._MAX_ROWS_EACH_PASS = groupwise._MAX_ROWS_IN_MEMORY
+    try:
+        return variants() - listed
+    finally:
+        groupwise._MAX_ROWS_EACH_PASS = each_pass
+
+
 def main() -> None:
     found, names = [], set()
     for seed, (name, options) in enumerate(CASES):
@@ -313,6 +343,7 @@ def main() -> None:
         for seed, (name, options) in enumerate(STAGES)
         for variant in unlisted_on_stages(name, options, seed)
     ]
+    found += [f"{name} in memory: {variant}" for name in ("int4", "q4") for variant in unlisted_in_memory(name)]
     print("\n".join(found) or "all listed")
     print(*names)
     compile_for_rows(1024)

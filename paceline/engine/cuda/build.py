@@ -16,13 +16,13 @@ from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
 from paceline.engine.cuda.lora import LoraSizes
 from paceline.engine.cuda.model import CudaModel, GemmTuning
-from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.cuda.quantised import keep_expanded, quantise_decoder
 from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
 from paceline.engine.kv_sizing import num_kv_pages
-from paceline.engine.precision import FP8_KV, GPU_FORMATS, Precision
+from paceline.engine.precision import FP8_KV, GPU_FORMATS, GROUPWISE_FORMATS, Precision
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.extend_attention import extend_tuning
 from paceline.kernels.layouts import adjust_words
@@ -70,12 +70,18 @@ def build_cuda(
     be used afterwards. agree: as in `build_executor`."""
     streams = streams_of(decoder.device)
     precision = Precision.of(config, str(decoder.dtype).removeprefix("torch."))
+    page_size, context = scheduler.page_size, scheduler.context_tokens
+    decoders = [one for one in (decoder, draft) if one is not None]
+    kv_bytes = sum(one.spec.kv_bytes_per_token(precision.kv_bytes(one.dtype)) for one in decoders)
     max_rows = scheduler.max_running
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
-    for one in (decoder, draft):
-        if config.quantization in GPU_FORMATS and one is not None:
+    for one in decoders:
+        if config.quantization in GPU_FORMATS:
             quantise_decoder(one, config.quantization)
+        if config.quantization in GROUPWISE_FORMATS and given is not None:
+            wanted = (config.num_kv_pages(scheduler, given) or 0) * page_size * kv_bytes
+            keep_expanded(one, streams.free_memory() - wanted)
     models = [
         CudaModel(
             one,
@@ -84,17 +90,15 @@ def build_cuda(
             tuning=tuning,
             lora=LoraSizes(*precision.lora) if one is decoder else LoraSizes(),
         )
-        for one in (decoder, draft)
-        if one is not None
+        for one in decoders
     ]
     model, draft_model = models[0], models[1] if draft is not None else None
-    page_size, context = scheduler.page_size, scheduler.context_tokens
     if given is not None:
         used = (_workspace_bytes(one, precision, config, scheduler, attention) for one in models)
         free = streams.free_memory() - sum(used)
         num_pages = num_kv_pages(
             config,
-            sum(one.spec.kv_bytes_per_token(precision.kv_bytes(one.dtype)) for one in models),
+            kv_bytes,
             scheduler,
             given,
             free=max(free, 0),

@@ -5,10 +5,15 @@ for cuBLAS.
     many rows   [+ x, norm] (expand) qkv -> attention -> (expand) out -> [+ x, norm] (expand) gate,up -> silu
                 -> (expand) down
 
-Activations have 16 bits in both. A layer is expanded into one buffer, in each pass again.
+Activations have 16 bits in both. A GPU with enough memory has the weights in 16 bits, too (`keep_expanded` in
+quantised.py): then batches are as fast as without quantisation, and a few rows faster. Otherwise a layer is expanded
+into one buffer, in each pass again.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,11 +24,22 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.silu_mul import silu_mul
 from paceline.model.spec import ModelSpec
 
-# Rows up to which weights are converted in registers. Expanding reads and writes 2.5 bytes per weight for each pass,
-# converting takes instructions for each 32 or 64 rows: as fast at 224 rows of Qwen3-14B on an H200, with 4 bits in
-# groups of 128 (docs/log/gemms.md). 8 bits take about as many instructions per weight.
-MAX_GROUPWISE_ROWS = 224
+# Rows up to which weights are converted in registers, which takes instructions for each 32 or 64 rows, by bits and
+# whether they have offsets: as fast as cuBLAS beyond for the layers of Qwen3-14B on an H200 (docs/log/gemms.md), where
+# weights are expanded in each pass, which reads and writes 2.5 bytes per weight, and where they are in memory.
+_MAX_ROWS_EACH_PASS = {(4, False): 224, (4, True): 128, (8, True): 96}
+_MAX_ROWS_IN_MEMORY = {(4, False): 64, (4, True): 32, (8, True): 16}
+MAX_GROUPWISE_ROWS = 224  # of all these
 TUNED_ROWS = (1, 9, 17, 33, 65)  # from which on `groupwise_tuning` differs
+
+
+def max_groupwise_rows(matrices: Sequence[GroupwiseMatrix], *, in_memory: bool | None = None) -> int:
+    """Rows up to which the weights of a model are converted in registers. in_memory: whether they are in memory in 16
+    bits, too; default: as they are."""
+    if in_memory is None:
+        in_memory = all(one.expanded is not None for one in matrices)
+    limits = _MAX_ROWS_IN_MEMORY if in_memory else _MAX_ROWS_EACH_PASS
+    return min(MAX_GROUPWISE_ROWS, *(limits[one.bits, one.has_offsets] for one in matrices))
 
 
 def groupwise_tuning(rows: int, gated: bool) -> LinearTuning:
@@ -39,14 +55,21 @@ def groupwise_tuning(rows: int, gated: bool) -> LinearTuning:
 
 
 class ExpandedWeights:
-    """GEMMs of many rows: cuBLAS with a weight that is expanded first."""
+    """GEMMs of many rows: cuBLAS with a weight that is in memory in 16 bits, or expanded first."""
 
-    def __init__(self, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        matrices: Sequence[GroupwiseMatrix],
+    ) -> None:
+        self._few_rows = max_groupwise_rows(matrices)
         widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
-        qkv = spec.q_size + 2 * spec.kv_size
-        largest = spec.hidden_size * max(qkv, 2 * spec.ffn_size)
-        rows = tokens if tokens > MAX_GROUPWISE_ROWS else 0  # fewer are never expanded for
+        rows = tokens if tokens > self._few_rows else 0
         self._inputs = torch.zeros(rows * widest, dtype=dtype, device=device)
+        largest = max((math.prod(one.shape) for one in matrices if one.expanded is None), default=0)
         self._weight = torch.zeros(largest if rows else 0, dtype=dtype, device=device)
 
     def norm_linear(
@@ -82,7 +105,7 @@ class ExpandedWeights:
 
     def load_kernel(self, weight: GroupwiseMatrix, rows: int, out: Tensor) -> None:
         """Runs the library's GEMM once: a kernel is loaded at first use."""
-        if rows > MAX_GROUPWISE_ROWS:
+        if rows > self._few_rows:
             self._multiply(self._inputs[: rows * weight.shape[1]].view(rows, -1), weight, out)
 
     def _rows(self, source: Tensor, width: int | None = None) -> Tensor:
@@ -92,6 +115,8 @@ class ExpandedWeights:
 
     def _multiply(self, inputs: Tensor, weight: GroupwiseMatrix, out: Tensor) -> None:
         rows, columns = weight.shape
-        wide = self._weight[: rows * columns].view(rows, columns)
-        expand_groupwise(weight, wide)
+        wide = weight.expanded
+        if wide is None:
+            wide = self._weight[: rows * columns].view(rows, columns)
+            expand_groupwise(weight, wide)
         torch.mm(inputs, wide.T, out=out)

@@ -38,6 +38,7 @@ from torch import Tensor
 
 from paceline.config import ConfigError
 from paceline.engine.cuda.experts import ExpertBuffers, RoutedExperts
+from paceline.engine.cuda.groupwise import max_groupwise_rows
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.cuda.lora import CudaLora, LoraSizes
 from paceline.engine.cuda.quantised import (
@@ -48,6 +49,7 @@ from paceline.engine.cuda.quantised import (
     operand_dtype,
     quantised_tuning,
 )
+from paceline.engine.precision import LARGE_MATRIX
 from paceline.kernels._triton import cdiv
 from paceline.kernels.gather_tokens import gather_tokens
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
@@ -61,6 +63,7 @@ from paceline.kernels.linear import (
     summed_tuning,
 )
 from paceline.kernels.lora import AdapterMatrix
+from paceline.kernels.quantised_linear import QuantisedMatrix
 from paceline.kernels.rms_norm import post_norm, rms_norm
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
@@ -75,10 +78,7 @@ AttentionKernels = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 
 
 _MAX_FUSED_ROWS = 128
 _MAX_SUMMED_ROWS = 2  # with more, weights are read from the L2 cache too often
-# The fused kernels were tuned for Qwen3-0.6B. With two rows or more, a layer with a matrix of 8 million elements or
-# more is faster with cuBLAS alone (docs/log/gemms.md).
-_LARGE_WEIGHT = 1 << 23
-_LARGE_WEIGHT_WITH_EXPERTS = 3 << 22
+_LARGE_MATRIX_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
 _MIN_BLOCK_N = 4  # of GEMMs that add to the residual stream
 _MIN_SPLIT_ROWS = 32  # with half as many rows, K is split into twice as many parts
@@ -278,10 +278,10 @@ class CudaModel:
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
         # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce. Those
         # of weights in groups use none.
-        largest = _LARGE_WEIGHT if self.experts is None else _LARGE_WEIGHT_WITH_EXPERTS
+        largest = LARGE_MATRIX if self.experts is None else _LARGE_MATRIX_WITH_EXPERTS
         self._max_fused_rows = self._max_summed_rows = 0
         if self.is_groupwise or (self.group is None and self.is_quantised):
-            self._max_fused_rows = max_small_rows(is_groupwise=self.is_groupwise)
+            self._max_fused_rows = max_small_rows(self._quantised_matrices())
         elif self.group is None:
             is_small = self._largest_weight() < largest
             self._max_fused_rows = _MAX_FUSED_ROWS if is_small else 1
@@ -318,7 +318,7 @@ class CudaModel:
         self._quantised_buffers = None
         if self.is_quantised:
             self._quantised_buffers = QuantisedBuffers.empty(
-                spec, max_tokens, self.dtype, self.device, is_groupwise=self.is_groupwise
+                spec, max_tokens, self.dtype, self.device, self._quantised_matrices()
             )
 
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
@@ -536,8 +536,12 @@ class CudaModel:
         """How much smaller quantised matrices are than those in `dtype`, without those of experts."""
         if not self.is_quantised:
             return 0
+        found = self._quantised_matrices()
+        return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found)
+
+    def _quantised_matrices(self) -> list[QuantisedMatrix | GroupwiseMatrix]:
         found = [one.quantised for layer in self.layers for one in (layer.qkv, layer.out, *layer.mlp.linears)]
-        return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found if one is not None)
+        return [one for one in found if one is not None]
 
     @property
     def saved_expert_bytes(self) -> int:
@@ -545,6 +549,18 @@ class CudaModel:
         experts = [layer.mlp.routed for layer in self.layers if isinstance(layer.mlp, CudaExperts)]
         found = [matrix for one in experts for matrix in (one.gate_up, one.down) if not isinstance(matrix, Tensor)]
         return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found)
+
+    def row_limits(self) -> Iterator[int]:
+        """Every number of rows up to which GEMMs may be fused, and is while the caller has it: that of weights in
+        groups depends on the memory of the GPU. For the list of kernels."""
+        before = self._max_fused_rows
+        limits = {before}
+        if self.is_groupwise:
+            matrices = [one for one in self._quantised_matrices() if isinstance(one, GroupwiseMatrix)]
+            limits |= {max_groupwise_rows(matrices, in_memory=in_memory) for in_memory in (False, True)}
+        for self._max_fused_rows in sorted(limits):
+            yield self._max_fused_rows
+        self._max_fused_rows = before
 
     def load_gemm_kernels(
         self, decode_sizes: Sequence[int], prefill_sizes: Sequence[int], output_sizes: Sequence[int] = ()

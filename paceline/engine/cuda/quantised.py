@@ -18,6 +18,7 @@ in the dtype of the model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,8 +28,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import ConfigError
-from paceline.engine.cuda import groupwise
-from paceline.engine.cuda.groupwise import ExpandedWeights, groupwise_tuning
+from paceline.engine.cuda.groupwise import ExpandedWeights, groupwise_tuning, max_groupwise_rows
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.precision import OFFSET_FORMATS, WeightFormat, rounding_group
 from paceline.kernels.expert_weights import GROUP as MXFP4_GROUP
@@ -57,12 +57,14 @@ from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 
 _MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
+_MAX_EXPANDED_SHARE = 0.4  # of the free memory; the KV cache needs the rest
 _MAX_UNSCALED_ROWS = 1024  # rows up to which the library's kernel without scales is faster (docs/log/gemms.md)
 
 
-def max_small_rows(*, is_groupwise: bool) -> int:
-    """Rows up to which weights are converted in registers."""
-    return groupwise.MAX_GROUPWISE_ROWS if is_groupwise else _MAX_FP8_ROWS
+def max_small_rows(matrices: Sequence[QuantisedMatrix | GroupwiseMatrix]) -> int:
+    """Rows up to which the weights of a model are converted in registers."""
+    groupwise = [one for one in matrices if isinstance(one, GroupwiseMatrix)]
+    return max_groupwise_rows(groupwise) if groupwise else _MAX_FP8_ROWS
 
 
 def quantised_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
@@ -164,14 +166,17 @@ class QuantisedBuffers:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        is_groupwise: bool,
+        matrices: Sequence[QuantisedMatrix | GroupwiseMatrix],
     ) -> QuantisedBuffers:
-        few = min(tokens, max_small_rows(is_groupwise=is_groupwise))
+        """matrices: all quantised weights of the model."""
+        few = min(tokens, max_small_rows(matrices))
+        groupwise = [one for one in matrices if isinstance(one, GroupwiseMatrix)]
         return cls(
             inputs=torch.zeros(few, spec.hidden_size, dtype=operand_dtype(dtype), device=device),
             partial=torch.zeros(tokens, spec.hidden_size, dtype=dtype, device=device),
-            many=ExpandedWeights(spec, tokens, dtype, device) if is_groupwise else RoundedRows(spec, tokens, device),
+            many=ExpandedWeights(spec, tokens, dtype, device, groupwise)
+            if groupwise
+            else RoundedRows(spec, tokens, device),
         )
 
 
@@ -310,6 +315,21 @@ def quantise_decoder(decoder: Decoder, quantization: str, format: WeightFormat |
         layers[index] = replace(layer, qkv=rounded(layer.qkv, qkv), out=rounded(layer.out, out), mlp=mlp)
     name = {"fp8": "FP8", "gguf": "4 and 8 bits", "q8": "8 bits"}.get(quantization, "4 bits")
     decoder.precision = f"{decoder.precision}, weights in {name}"
+
+
+def keep_expanded(decoder: Decoder, free: int) -> None:
+    """Keeps weights in groups also in the dtype of activations, if that takes little enough of the `free` bytes of
+    memory: batches of many rows need not expand them."""
+    layers: list[Any] = decoder.layers
+    matrices = [one for layer in layers for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
+    if decoder.dtype.itemsize * sum(math.prod(one.shape) for one in matrices) > _MAX_EXPANDED_SHARE * free:
+        return
+    for index, layer in enumerate(layers):
+        qkv, out, gate_up, down = (
+            one.with_expanded(decoder.dtype) for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)
+        )
+        layers[index] = replace(layer, qkv=qkv, out=out, mlp=replace(layer.mlp, gate_up=gate_up, down=down))
+    decoder.precision = f"{decoder.precision}, for large batches also in {str(decoder.dtype).removeprefix('torch.')}"
 
 
 def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:

@@ -120,18 +120,15 @@ def _dry_executor(
 
 def launch_all(executor: CudaExecutor) -> None:
     """Launches every kernel in every variant. For an executor on the meta device."""
-    attention, sizes = executor.attention, executor.graphs.sizes
-    blocks = (0, *BLOCK_SIZES) if attention.shared_units is not None else (0,)
-    for rows in sizes:
-        for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
-            for block in blocks:
-                executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block))
+    blocks = (0, *BLOCK_SIZES) if executor.attention.shared_units is not None else (0,)
+    for _ in executor.model.row_limits():
+        _decodes(executor, blocks)
+        for rows, drafts in executor.draft_sizes:
+            key = GraphKey(drafts=drafts, adjusts=True, filters=True, logprobs=True)
+            for stage in (GraphStage.ALL, GraphStage.TOKENS):  # the others are parts of the first
+                executor.run_pass(rows, key._replace(stage=stage))
     if executor.model.lora is not None:
-        _adapters(executor)
-    for rows, drafts in executor.draft_sizes:
-        key = GraphKey(drafts=drafts, adjusts=True, filters=True, logprobs=True)
-        for stage in (GraphStage.ALL, GraphStage.TOKENS):  # the others are parts of the first
-            executor.run_pass(rows, key._replace(stage=stage))
+        _adapters(executor, blocks)
     for rows in range(1, executor.model.max_rows + 1 if executor.model.shard.is_last else 1):
         _sample(executor, rows)
     _prefill(executor, blocks)
@@ -144,13 +141,16 @@ def launch_all(executor: CudaExecutor) -> None:
     CudaSwap(HostStreams(), executor.kv, num_host_pages=1, max_pages=1).warm_up()
 
 
-def _adapters(executor: CudaExecutor) -> None:
-    """Batches with LoRA adapters. What differs by the number of rows are the parts of A x and the norms."""
-    blocks = (0, *BLOCK_SIZES) if executor.attention.shared_units is not None else (0,)
+def _decodes(executor: CudaExecutor, blocks: Sequence[int], *, lora: bool = False) -> None:
     for rows in executor.graphs.sizes:
         for short in (False, True) if rows > SHORT_CONTEXT_ROWS else (False,):
             for block in blocks:
-                executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block, lora=True))
+                executor.run_pass(rows, GraphKey(short_contexts=short, shared_block_m=block, lora=lora))
+
+
+def _adapters(executor: CudaExecutor, blocks: Sequence[int]) -> None:
+    """Batches with LoRA adapters. What differs by the number of rows are the parts of A x and the norms."""
+    _decodes(executor, blocks, lora=True)
     for rows, drafts in executor.draft_sizes:
         executor.run_pass(rows, GraphKey(drafts=drafts, lora=True))
     prefill = executor.prefill

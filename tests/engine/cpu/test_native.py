@@ -252,7 +252,8 @@ def test_checking_the_library_starts_no_openmp_threads() -> None:
         ({"quantization": "none"}, "cpu", ("float32", "none")),
         ({"quantization": "q8"}, "cpu", ("float32", "q8")),
         ({"tp": 2}, "cpu", ("float32", "none")),
-        ({}, "cuda", ("bfloat16", "gguf")),
+        ({}, "cuda", ("bfloat16", "none")),  # the model is small
+        ({"quantization": "gguf"}, "cuda", ("bfloat16", "gguf")),
         ({"quantization": "q8"}, "cuda", ("bfloat16", "q8")),
         ({"quantization": "none"}, "cuda", ("bfloat16", "none")),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,19 @@ import gguf
 import pytest
 import torch
 
-from paceline.config import ConfigError, EngineConfig
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.engine import build as build_engine
 from paceline.engine.build import choose_precision, kernel_options, weight_bytes, weight_formats
-from paceline.engine.cuda import groupwise
-from paceline.engine.cuda.quantised import keep_quantised, quantise_decoder
+from paceline.engine.cuda import build, groupwise
+from paceline.engine.cuda.quantised import keep_expanded, keep_quantised, quantise_decoder
+from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.precision import WeightFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.model.quantised import quantise
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape
 from paceline.model.weights import load_decoder, stored_quantization
-from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
+from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.engine.cuda.test_int4 import dequantised, on_cpu
 from tests.tiny_folder import save_tiny_model
 from tests.tiny_gguf import Q, save_gguf
@@ -29,22 +32,60 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 LOAD: dict[str, Any] = {"dtype": "float32", "max_positions": 192, "keep": keep_quantised}
 
 
-@pytest.mark.parametrize("max_rows", [2, 224])
+@pytest.mark.parametrize(("max_rows", "in_memory"), [(2, False), (2, True), (224, False)])
 def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(
-    tmp_path: Path, max_rows: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, max_rows: int, in_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill, mixed and decode batches: on kernels that convert in registers, and with expanded weights. Matrices of
-    4 and 8 bits, fused ones with the most of their parts."""
+    """Prefill, mixed and decode batches: on kernels that convert in registers, and with expanded weights, in each pass
+    or in memory. Matrices of 4 and 8 bits, fused ones with the most of their parts."""
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", max_rows)
     path = save_gguf(tmp_path / "model.gguf")
     expected = on_cpu(dequantised(load_decoder(path, **LOAD)))
     kept = load_decoder(path, **LOAD)
     bits: list[Any] = [(layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down) for layer in kept.layers]  # type: ignore[union-attr]
     assert [[one.bits for one in layer] for layer in bits] == [[8, 4, 4, 8], [4, 4, 4, 4]]
+    if in_memory:
+        keep_expanded(kept, free=1 << 40)
+        monkeypatch.setattr(groupwise, "expand_groupwise", None)  # is not called
     llm, device = on_kernels("", model=kept, quantization="gguf")
     with llm:
         assert device.model.is_groupwise and not device.capabilities.weights
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_weights_are_also_kept_in_16_bits_if_that_leaves_memory_for_the_kv_cache() -> None:
+    """Half of the free memory is too much. A KV cache whose size is given is not free."""
+
+    def expanded(free: int) -> list[torch.Tensor | None]:
+        model = decoder("tiny-qwen3")
+        quantise_decoder(model, "q4")
+        keep_expanded(model, free)
+        assert ("for large batches also in float32" in model.precision) == (model.layers[0].qkv.expanded is not None)
+        layers: list[Any] = model.layers
+        matrices = [one for layer in layers for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
+        assert all(one.expanded is None or torch.equal(one.expanded, one.dequantise()) for one in matrices)
+        return [one.expanded for one in matrices]
+
+    needed = sum(one.nbytes for one in expanded(1 << 40) if one is not None)
+    assert needed > 0
+    assert None not in expanded(3 * needed) and set(expanded(2 * needed)) == {None}
+
+
+@pytest.mark.parametrize(("kv_share", "is_kept"), [(0.0, True), (0.97, False)])
+def test_a_kv_cache_of_a_given_size_is_not_free(
+    kv_share: float, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, free = decoder("tiny-qwen3"), 200 << 20
+    monkeypatch.setattr(HostStreams, "free_memory", lambda _: free)
+    page_bytes = BASE["page_size"] * model.spec.kv_bytes_per_token(4)
+    given = {"num_pages": max(16, int(kv_share * free / page_bytes))}
+    found: list[int] = []
+    monkeypatch.setattr(build, "keep_expanded", lambda _, left: found.append(left))
+    with suppress(ConfigError):  # the test needs no buffers beside such a KV cache
+        build.build_cuda(
+            model, EngineConfig(quantization="q4"), SchedulerConfig(**{**BASE, **given}), given, prefill_sizes=()
+        )
+    assert found == [free - given["num_pages"] * page_bytes] and (found[0] > free / 2) == is_kept
 
 
 def test_kept_weights_are_those_of_the_file_rounded_to_float16(tmp_path: Path) -> None:
@@ -74,9 +115,16 @@ def test_models_can_be_rounded_to_the_same_format(quantization: str, bits: int) 
 
 
 def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Or the model is so small that bfloat16 is faster."""
     path = save_gguf(tmp_path / "model.gguf")
+    with caplog.at_level("INFO", "paceline.engine"):
+        assert choose_precision(EngineConfig(), "cuda", path).quantization == "none"
+    assert "expanded to bfloat16: that is faster for a model as small as this" in caplog.text
+    assert choose_precision(EngineConfig(quantization="gguf"), "cuda", path).quantization == "gguf"
+    largest = 2 * read_spec(path).hidden_size * read_spec(path).ffn_size
+    monkeypatch.setattr(build_engine, "LARGE_MATRIX", largest)
     spec, chosen = read_spec(path), choose_precision(EngineConfig(), "cuda", path)
     assert (stored_quantization(path), chosen.quantization, chosen.dtype) == ("gguf", "gguf", "bfloat16")
     formats = weight_formats(chosen, [(spec, path)])
@@ -125,7 +173,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_draft_model_in_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
     """Beside a model from a GGUF file: both have the same kind of kernels."""
-    chosen = choose_precision(EngineConfig(), "cuda", save_gguf(tmp_path / "model.gguf"))
+    chosen = choose_precision(EngineConfig(quantization="gguf"), "cuda", save_gguf(tmp_path / "model.gguf"))
     spec = replace(shape("tiny-qwen3"), vocab_size=512)
     assert weight_formats(chosen, [(spec, None)]) == (WeightFormat(),)
     draft = decoder("tiny-qwen3")
