@@ -263,6 +263,13 @@ def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[
     # Graphs that never ran are interpolated.
     bucket_s: list[float] = np.interp(buckets, present, bases).tolist()
     sharing_s: list[float] = np.interp(buckets, known, sharing).tolist() if known else []
+    for index, bucket in enumerate(buckets):
+        # Its base time is what the cost of sharing in other graphs has left: at least that of a smaller graph.
+        smaller = [bucket_s[at] for at in range(index) if buckets[at] in own]
+        if bucket in shared - own and smaller:
+            lacking = max(0.0, max(smaller) - bucket_s[index])
+            bucket_s[index] += lacking
+            sharing_s[index] = max(0.0, sharing_s[index] - lacking)
     return _DecodeFit(bucket_s, sharing_s, _linear(0.0, DECODE_TERMS, terms))
 
 

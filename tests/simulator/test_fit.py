@@ -141,6 +141,27 @@ def test_a_fit_recovers_what_a_shared_prefix_costs(tmp_path: Path) -> None:
         assert fitted.sharing_s[index] == pytest.approx(truth.sharing_s[index], rel=0.1)
 
 
+def test_a_graph_that_always_shares_takes_at_least_as_long_as_a_smaller_one(tmp_path: Path) -> None:
+    """What sharing costs in other graphs is charged there first, and may be more than it costs."""
+    last = QUICK.buckets.index(96)
+    costs = [3e-4 if bucket == 96 else 8e-4 for bucket in QUICK.buckets]
+    truth = msgspec.structs.replace(QUICK, sharing_s=costs)
+    record(tmp_path / "run.jsonl")
+    read = Recording.read(tmp_path / "run.jsonl")
+    passes = []
+    for index, line in enumerate(read.passes):
+        features = line.features
+        if index % 2 and features.bucket != 96:
+            features = msgspec.structs.replace(features, context_tokens=features.own_tokens, repeated_tokens=0)
+        passes.append(msgspec.structs.replace(line, features=features, device_s=truth.device_s(features)))
+    fitted = fit([dataclasses.replace(read, passes=passes)], "run").profile
+    assert fitted.bucket_s[last] >= max(fitted.bucket_s[:last]) > 0
+    shared = [line.features for line in passes if line.features.bucket == 96 and not line.features.has_prompts]
+    assert len(shared) > 20
+    for one in shared:
+        assert fitted.device_s(one) == pytest.approx(truth.device_s(one), rel=0.05)
+
+
 def test_passes_that_wait_for_their_launch_do_not_count_as_errors(tmp_path: Path) -> None:
     record(tmp_path / "run.jsonl", profile=SLOW)
     read = Recording.read(tmp_path / "run.jsonl")
