@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernel_timing import BF16, ints, randn, timed
+from benchmarks.parts import run_parts
 from paceline.checks import CheckSetup, check_tokens
 from paceline.engine.cuda.tiles import extend_tiles, extend_units
 from paceline.kernels.decode_attention import (
@@ -248,17 +249,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 def main(*names: str) -> int:
     torch.manual_seed(0)
-    status = 0
-    for name in names or PARTS:
-        began = time.perf_counter()
-        print(f"== {name}", flush=True)
-        try:
-            PARTS[name]()
-        except Exception:  # the other parts still run
-            traceback.print_exc()
-            status = 1
-        print(f"[{name}: {time.perf_counter() - began:.0f} s]", flush=True)
-    return status
+    return run_parts({name: PARTS[name] for name in names or PARTS})
 
 
 if __name__ == "__main__":

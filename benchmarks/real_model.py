@@ -14,11 +14,15 @@ import argparse
 import math
 import sys
 import time
-import traceback
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.parts import run_parts
 from paceline.bench.quality import TEXT, read_text
 from paceline.llm import LLM
 from paceline.request import SamplingParams
@@ -133,6 +137,11 @@ def check_ranks(quantization: str) -> None:
     print(f"{quantization}, two ranks against one: |difference| {distance:.5f}, top-1 {same:.4f}", flush=True)
 
 
+def check_all_ranks() -> None:
+    for quantization in ("none", "q4", "q8"):
+        check_ranks(quantization)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -140,25 +149,12 @@ def main() -> None:
     given = parser.parse_args()
     names = given.precisions or [*PRECISIONS, "ranks"]
     reference: Scores | None = None
-    failed = []
     if set(names) - {"ranks"}:
         with LLM(given.model, kv_tokens=4096, max_running=4, **REFERENCE) as llm:
             reference = score(llm, windows_of(llm))
         print(f"{'float32, CPU':14} perplexity {reference.perplexity:9.4f}", flush=True)
-    for name in names:
-        began = time.perf_counter()
-        try:
-            if name == "ranks":
-                for quantization in ("none", "q4", "q8"):
-                    check_ranks(quantization)
-            else:
-                check(given.model, name, reference)
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
-        print(f"[{name}: {time.perf_counter() - began:.1f} s]", flush=True)
-    print("FAILED: " + ", ".join(failed) if failed else "all ran")
-    sys.exit(bool(failed))
+    parts = {name: partial(check, given.model, name, reference) for name in names if name != "ranks"}
+    sys.exit(run_parts(parts | ({"ranks": check_all_ranks} if "ranks" in names else {})))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ part that fails prints its traceback, and the others still run.
 from __future__ import annotations
 
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -37,6 +35,7 @@ from benchmarks.kernel_timing import (
     scene,
     timed,
 )
+from benchmarks.parts import run_parts
 from paceline.engine.cuda.quantised import scaled_mm
 from paceline.engine.cuda.tiles import extend_tiles, extend_units
 from paceline.kernels.decode_attention import (
@@ -397,18 +396,7 @@ PARTS: dict[str, Callable[[], None]] = {
 
 def main() -> None:
     torch.manual_seed(0)
-    names = sys.argv[1:] or list(PARTS)
-    failed = []
-    for name in names:
-        began = time.perf_counter()
-        try:
-            PARTS[name]()
-        except Exception:
-            traceback.print_exc()
-            failed.append(name)
-        print(f"[{name}: {time.perf_counter() - began:.1f} s]", flush=True)
-    print("FAILED: " + ", ".join(failed) if failed else "all parts ran")
-    sys.exit(bool(failed))
+    sys.exit(run_parts({name: PARTS[name] for name in sys.argv[1:] or PARTS}))
 
 
 if __name__ == "__main__":

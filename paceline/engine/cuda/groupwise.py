@@ -24,18 +24,18 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.silu_mul import silu_mul
 from paceline.model.spec import ModelSpec
 
-# Rows up to which weights are converted in registers, which takes instructions for each 32 or 64 rows, by bits and
-# whether they have offsets: as fast as cuBLAS beyond for the layers of Qwen3-14B on an H200 (docs/log/gemms.md), where
-# weights are expanded in each pass, which reads and writes 2.5 bytes per weight, and where they are in memory.
+# The largest number of rows for which weights are converted in registers, by bits and whether there are offsets: with
+# more, cuBLAS was faster for the layers of Qwen3-14B on an H200 (docs/log/gemms.md). EACH_PASS: a matrix has to be
+# expanded first, which reads and writes 2.5 bytes per weight. IN_MEMORY: it is in memory in 16 bits, too.
 _MAX_ROWS_EACH_PASS = {(4, False): 224, (4, True): 128, (8, True): 96}
 _MAX_ROWS_IN_MEMORY = {(4, False): 64, (4, True): 32, (8, True): 16}
-MAX_GROUPWISE_ROWS = 224  # of all these
+MAX_GROUPWISE_ROWS = 224  # the largest of these
 TUNED_ROWS = (1, 9, 17, 33, 65)  # from which on `groupwise_tuning` differs
 
 
 def max_groupwise_rows(matrices: Sequence[GroupwiseMatrix], *, in_memory: bool | None = None) -> int:
-    """Rows up to which the weights of a model are converted in registers. in_memory: whether they are in memory in 16
-    bits, too; default: as they are."""
+    """The largest number of rows for which the weights of a model are converted in registers. in_memory: whether they
+    are in memory in 16 bits, too; None: found out."""
     if in_memory is None:
         in_memory = all(one.expanded is not None for one in matrices)
     limits = _MAX_ROWS_IN_MEMORY if in_memory else _MAX_ROWS_EACH_PASS

@@ -550,16 +550,17 @@ class CudaModel:
         found = [matrix for one in experts for matrix in (one.gate_up, one.down) if not isinstance(matrix, Tensor)]
         return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found)
 
-    def row_limits(self) -> Iterator[int]:
-        """Every number of rows up to which GEMMs may be fused, and is while the caller has it: that of weights in
-        groups depends on the memory of the GPU. For the list of kernels."""
+    def row_limits(self) -> Iterator[None]:
+        """Sets the largest number of rows for fused GEMMs to each value that it can have on a GPU, one after the other:
+        with weights in groups it depends on the memory of the GPU. For listing kernels without one."""
         before = self._max_fused_rows
         limits = {before}
         if self.is_groupwise:
             matrices = [one for one in self._quantised_matrices() if isinstance(one, GroupwiseMatrix)]
             limits |= {max_groupwise_rows(matrices, in_memory=in_memory) for in_memory in (False, True)}
-        for self._max_fused_rows in sorted(limits):
-            yield self._max_fused_rows
+        for limit in sorted(limits):
+            self._max_fused_rows = limit
+            yield
         self._max_fused_rows = before
 
     def load_gemm_kernels(
