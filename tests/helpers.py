@@ -6,13 +6,18 @@ import itertools
 import math
 import random
 import shutil
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
 from paceline.config import SchedulerConfig
+from paceline.engine.cpu import native
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import EventKind, Scheduler
 from paceline.scheduler.draft_depth import DraftDepth
@@ -24,6 +29,28 @@ EOS = 0
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="kernels for quantised weights need a C compiler"
 )
+
+
+@cache
+def portable_library(lanes: int, signed: int, words: int, tiles: int = 0) -> native.NativeLibrary:
+    """`native.c` in plain C with the layouts of another CPU: the lanes of a vector, whether 8-bit weights are signed,
+    whether inputs are words, and whether there are tiles."""
+    names = {"LANES": lanes, "SIGNED": signed, "WORDS": words}
+    flags = ["-DPACELINE_PORTABLE", *(f"-D{name}={value}" for name, value in names.items())]
+    flags += ["-DPACELINE_TILES"] * tiles
+    flags += ["-O1", "-w", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off", "-fopenmp"]
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "portable.so"
+        subprocess.run(["cc", *flags, str(native.SOURCE), "-lm", "-o", str(target)], check=True)
+        made = native.NativeLibrary(target)
+    assert made.isa == "portable" and made.has_tiles == bool(tiles)
+    return made
+
+
+def library_with_tiles() -> native.NativeLibrary:
+    """That of this CPU, or one in plain C."""
+    library = native.native_library()
+    return library if library.has_tiles else portable_library(16, 0, 0, 1)
 
 
 class RandomDepth(DraftDepth):

@@ -101,7 +101,8 @@ class ScoredModel:
         return torch.cat(parts)
 
     def _begin(self, start: int, length: int) -> tuple[Tensor, Tensor, Attend]:
-        inputs = self._tables.row_inputs(np.zeros(1, np.int64), np.array([start]), np.array([length]))
+        lengths = np.array([length])
+        inputs = self._tables.row_inputs(np.zeros(1, np.int64), np.array([start]), lengths, prompts=lengths)
         return torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), self._attention.begin(inputs)
 
     def logprobs(self, hidden: Tensor) -> Tensor:

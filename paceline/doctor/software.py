@@ -196,4 +196,5 @@ def check_cpu_kernels() -> Iterator[Finding]:
         text = f"quantised weights are expanded to float32, which is slower: {error}"
         yield Finding("cpu kernels", Status.WARNING, text)
     else:
-        yield ok("cpu kernels", f"compiled for this CPU and checked ({library.isa}): weights can stay in 4 or 8 bits")
+        isa = f"{library.isa}, amx for prompts" if library.has_tiles else library.isa
+        yield ok("cpu kernels", f"compiled for this CPU and checked ({isa}): weights can stay in 4 or 8 bits")

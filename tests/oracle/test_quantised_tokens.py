@@ -1,5 +1,5 @@
 """Quantised models on the CPU give the logits of the reference decoder with the same weights and rounding, and the same
-bits whatever else is in a batch."""
+bits whatever else is in a batch. Both with and without tiles, which compute the tokens of prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tiny import FAMILIES, NUM_TOKENS, PROMPTS, make_llm, pair
 
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.cpu.native import native_library, round_inputs
+from paceline.engine.cpu.native import NativeLibrary, native_library, round_inputs
 from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
 from paceline.llm import RequestOutput
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Attend, Decoder
 from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights, LowRank
 from paceline.model.quantised import QuantisedTensor, quantise
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
-from tests.helpers import needs_compiler, retract_often
+from tests.helpers import library_with_tiles, needs_compiler, retract_often
 
 pytestmark = needs_compiler
 
@@ -55,48 +55,68 @@ def weights_of(family: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def quantised(spec: ModelSpec, weights: dict[str, torch.Tensor], bits: int) -> tuple[QuantisedModel, Decoder]:
+def quantised(
+    spec: ModelSpec, weights: dict[str, torch.Tensor], bits: int, library: NativeLibrary | None = None
+) -> tuple[QuantisedModel, Decoder]:
     """The model, and the reference decoder with its weights."""
     matrices: dict[str, QuantisedTensor] = {
         name: quantise(weight, bits) for name, weight in weights.items() if is_matrix(name)
     }
     vectors = {name: weight.contiguous() for name, weight in weights.items() if not is_matrix(name)}
-    model = QuantisedModel(native_library(), spec, vectors, matrices.__getitem__)
+    model = QuantisedModel(library or native_library(), spec, vectors, matrices.__getitem__)
     return model, Decoder(spec, vectors | {name: one.dequantise() for name, one in matrices.items()})
 
 
 def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | None = None) -> None:
-    """The logits of both. A sum in another order may round an input to the next integer, and change all that follows
-    a little."""
-    found, linear = logits_in_chunks(model, adapter), F.linear
+    """The logits of generated tokens, and those of prompts if tiles compute them. A sum in another order may round an
+    input to the next integer, and change all that follows a little. The reference does not round the weights of
+    attention."""
+    linear = F.linear
+
+    def with_halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        is_head = len(weight) == reference.spec.vocab_size  # it is computed for generated tokens, as they are
+        return linear(round_inputs(x), weight, bias) if is_head else linear(*halves(x, weight), bias)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "linear", lambda x, weight, bias=None: linear(round_inputs(x), weight, bias))
         expected = logits_in_chunks(reference, adapter)
-    difference, spread = (found - expected).abs(), float(expected.std())
+        patch.setattr(F, "linear", with_halves)
+        expected_of_prompts = logits_in_chunks(reference, adapter, are_prompts=True)
+    difference, spread = (logits_in_chunks(model, adapter) - expected).abs(), float(expected.std())
     assert float(difference.mean()) < 5e-4 * spread
     assert float(difference.max()) < 5e-3 * spread
+    if model._library.has_tiles:
+        difference = (logits_in_chunks(model, adapter, are_prompts=True) - expected_of_prompts).abs()
+        assert float(difference.mean()) < 0.015 * spread
+        assert float(difference.max()) < 0.25 * spread
+
+
+def halves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor.bfloat16().float() for tensor in tensors]
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", DENSE)
 def test_every_family_gives_the_logits_of_the_reference(family: str, bits: int) -> None:
-    compare(*quantised(pair(family).reference.spec, weights_of(family), bits))
+    compare(*quantised(pair(family).reference.spec, weights_of(family), bits, library_with_tiles()))
 
 
 @cache
-def alone(family: str) -> tuple[QuantisedModel, list[RequestOutput]]:
+def alone(family: str, tiles: bool) -> tuple[QuantisedModel, list[RequestOutput]]:
     """A model, and its outputs for one prompt after the other, each computed in one pass."""
-    model, _ = quantised(pair(family).reference.spec, weights_of(family), 4)
+    library = library_with_tiles() if tiles else native_library()
+    model, _ = quantised(pair(family).reference.spec, weights_of(family), 4, library)
     with make_llm(model, max_running=1, prefix_cache=False, overlap="off") as llm:
         return model, llm.generate(PROMPTS, WITH_LOGPROBS)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("family", ["qwen2", "smollm"])  # full and windowed layers, biases; one KV head
-def test_scheduling_changes_no_bit(family: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("tiles", [False, True], ids=["this CPU", "tiles"])
+def test_scheduling_changes_no_bit(family: str, tiles: bool, options: dict[str, Any]) -> None:
     options = dict(options)
     retract_every = options.pop("retract_every", None)
-    model, expected = alone(family)
+    model, expected = alone(family, tiles)
     with make_llm(model, **options) as llm:
         if retract_every is not None:
             retract_often(llm.engine.scheduler, retract_every)
@@ -125,11 +145,23 @@ def test_every_option_of_a_spec_gives_the_logits_of_the_reference(options: dict[
     weights = random_weights(spec, seed=4, dtype="float32")
     if spec.tied:
         weights["head"] = weights["embedding"]
-    model, reference = quantised(spec, weights, 8)
+    model, reference = quantised(spec, weights, 8, library_with_tiles())
     compare(model, reference)
     adapter = random_adapter(spec)
     compare(model, reference, adapter)
     assert (logits_in_chunks(model, adapter)[1:] - logits_in_chunks(model)[1:]).abs().max() > 0.1
+
+
+def with_halves_in(attend: Attend, spec: ModelSpec) -> Attend:
+    scale = spec.attention_scale or spec.head_dim**-0.5
+
+    def rounded(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        q, k, v = halves(q * scale, k, v)
+        return attend(layer, q / scale, k, v, sinks)
+
+    return rounded
 
 
 def random_adapter(spec: ModelSpec) -> LoraWeights:
@@ -154,7 +186,7 @@ def random_adapter(spec: ModelSpec) -> LoraWeights:
     )
 
 
-def logits_in_chunks(model: Any, adapter: LoraWeights | None = None) -> torch.Tensor:
+def logits_in_chunks(model: Any, adapter: LoraWeights | None = None, *, are_prompts: bool = False) -> torch.Tensor:
     """Of two rows: one computed in three chunks beside the other, on pages in no order. The first has the adapter."""
     tokens = torch.randint(0, 120, (2, 60), generator=torch.Generator().manual_seed(2)).numpy()
     tables = SlotTables(2, 64, 4)
@@ -163,12 +195,15 @@ def logits_in_chunks(model: Any, adapter: LoraWeights | None = None) -> torch.Te
     attention = attention_for(model, KVCache(model.spec, 40, 4, torch.float32))
     parts = []
     for starts, lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
-        inputs = tables.row_inputs(np.arange(len(starts)), np.array(starts), np.array(lengths))
+        inputs = tables.row_inputs(
+            np.arange(len(starts)), np.array(starts), np.array(lengths), prompts=np.array(lengths) * are_prompts
+        )
         lora = None
         if adapter is not None:
             lora = LoraRows([(torch.arange(lengths[0]), model.prepare_adapter(adapter))])
-        hidden = model.forward(
-            torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attention.begin(inputs), lora
-        )
+        attend = attention.begin(inputs)
+        if are_prompts and isinstance(model, Decoder):
+            attend = with_halves_in(attend, model.spec)
+        hidden = model.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend, lora)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

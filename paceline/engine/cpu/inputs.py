@@ -26,6 +26,7 @@ class Inputs:
     starts: Index  # [rows]
     lengths: Index  # [rows]
     offsets: Index  # [rows]: the first token of each row
+    prompts: Index  # [rows]: how many of its tokens belong to a prompt: the first ones. Others were generated.
     page_rows: npt.NDArray[np.int32]  # [rows, pages of the longest row]
     sampled: Index  # tokens whose logits are sampled from: the last of each sampling row, or all of a verified one
     sampled_slots: Index
@@ -41,11 +42,13 @@ class SlotTables:
         self.tokens = np.zeros((max_running, max_row_tokens + 1), np.int32)
         self.pages = np.zeros((max_running, -(-max_row_tokens // page_size)), np.int32)
         self.positions = np.zeros(max_running, np.int64)  # of the next token to feed
+        self.prompts = np.zeros(max_running, np.int64)  # tokens of the prompt
 
     def apply(self, plan: Plan) -> None:
         """Applies joins, then page table changes, which is the order of the plan."""
         for join in plan.joins:
             self.tokens[join.slot, : len(join.tokens)] = join.tokens
+            self.prompts[join.slot] = join.num_prompt_tokens
         if len(plan.page_slots):
             self.pages[plan.page_slots, plan.page_indices] = plan.page_ids
 
@@ -55,7 +58,11 @@ class SlotTables:
     def inputs(self, plan: Plan, num_verified: int = 0) -> Inputs:
         """Of a plan with exact positions. The first `num_verified` rows sample after each of their tokens."""
         slots, starts, lengths = (column.astype(np.int64) for column in (plan.slots, plan.starts, plan.lengths))
-        return self.row_inputs(slots, starts, lengths, plan.samples, num_verified, shares=plan.sharing is not None)
+        prompts = np.clip(self.prompts[slots] - starts, 0, lengths)
+        prompts[: plan.num_decodes] = 0
+        return self.row_inputs(
+            slots, starts, lengths, plan.samples, num_verified, prompts=prompts, shares=plan.sharing is not None
+        )
 
     def row_inputs(
         self,
@@ -65,10 +72,11 @@ class SlotTables:
         samples: npt.NDArray[np.bool_] | None = None,
         num_verified: int = 0,
         *,
+        prompts: Index | None = None,
         shares: bool = False,
     ) -> Inputs:
         """Of rows that feed `lengths` tokens from `starts` on. samples: which sample after their last token; default:
-        all."""
+        all. prompts: see `Inputs`; default: none."""
         size, num_tokens = self.page_size, int(lengths.sum())
         if num_tokens == len(slots):  # one token per row: a decode batch
             offsets, token_slots, positions = np.arange(len(slots)), slots, starts
@@ -92,6 +100,7 @@ class SlotTables:
             starts=starts,
             lengths=lengths,
             offsets=offsets,
+            prompts=np.zeros(len(slots), np.int64) if prompts is None else prompts,
             page_rows=self.pages[slots, :num_pages],
             sampled=sampled,
             sampled_slots=token_slots[sampled],

@@ -2,11 +2,15 @@
 
    Weights stay in 4 or 8 bits: w = scale * q + offset, with one scale and one offset per group of 32 columns. The input
    of every matrix is rounded to 15 bits per group of 32, in two bytes, so that the sum of a group is one of integers
-   and exact. This changes outputs no more than float32 itself does; 8 bits would change them visibly. Sums over groups
-   are float32 and always in the same order, and so is attention: a token's result has the same bits whatever else is in
-   the batch, however its prompt is cut into chunks, and wherever its pages are.
+   and exact. This changes outputs no more than float32 itself does; 8 bits would change them visibly.
 
-   The only code for one instruction set is the section "vectors". The reference implementation is
+   Where the CPU multiplies tiles of bfloat16 numbers (AMX), it does so for the tokens of prompts, in matrices and in
+   attention. Generated tokens, of which there are few at a time, are always computed as above.
+
+   Sums are float32 and always in the same order: a token's result has the same bits whatever else is in the batch,
+   however its prompt is cut into chunks, and wherever its pages are.
+
+   The only code for one instruction set is in the sections "vectors" and "tiles". The reference implementation is
    `model/quantised.py` together with `model.decoder.Decoder`. */
 
 #include <float.h>
@@ -252,6 +256,116 @@ INLINE vf exp_(vf x) {
     return choose(tiny, splat(0.0f), p * scale);
 }
 
+/* ---------------------------------------------------------------- tiles
+
+   A tile is a register of 16 rows with 64 bytes each. tile_dot(c, a, b): c[16 rows][16] += a[16 rows][32] times b, whose
+   rows are pairs: [16][16 columns][2]. a and b are bfloat16, c is float32. There are 8; their numbers are literals. */
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && LANES == 16 && !defined(PACELINE_PORTABLE)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define TILES 1
+#define tile_zero _tile_zero
+#define tile_load _tile_loadd
+#define tile_store _tile_stored
+#define tile_dot _tile_dpbf16ps
+
+/* Whether the system lets this process use them. */
+int32_t has_tiles(void) { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* their data */) == 0; }
+
+static void begin_tiles(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    __asm__ volatile("" ::"m"(config) : "memory"); /* GCC 12 does not know that the next line reads it */
+    _tile_loadconfig(&config);
+}
+
+static void end_tiles(void) { _tile_release(); }
+
+INLINE vi pairs(vf low, vf high) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return (vi)_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
+INLINE void store_halves(uint16_t *to, vf first, vf second) {
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
+#elif defined(PACELINE_TILES) /* for tests: the same in plain C, with 16 lanes */
+#define TILES 1
+typedef union { float f[16][16]; uint16_t h[16][32]; uint8_t rows[16][64]; } Register;
+static __thread Register registers[8];
+
+int32_t has_tiles(void) { return 1; }
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+static void tile_zero(int t) { memset(registers + t, 0, sizeof registers[t]); }
+static void tile_load(int t, const void *from, int64_t stride) {
+    for (int i = 0; i < 16; i++) memcpy(registers[t].rows[i], (const uint8_t *)from + i * stride, 64);
+}
+static void tile_store(int t, void *to, int64_t stride) {
+    for (int i = 0; i < 16; i++) memcpy((uint8_t *)to + i * stride, registers[t].rows[i], 64);
+}
+static float half_value(uint16_t h) {
+    uint32_t bits = (uint32_t)h << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+static void tile_dot(int c, int a, int b) {
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 32; k++)
+            for (int column = 0; column < 16; column++)
+                registers[c].f[row][column] +=
+                    half_value(registers[a].h[row][k]) * half_value(registers[b].h[k / 2][2 * column + k % 2]);
+}
+
+/* In the upper 16 bits. */
+static vi rounded_half(vf x) {
+    vi bits = (vi)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return (vi)choose(x == x, (vf)rounded, (vf)(bits | 0x400000)) & (int32_t)0xffff0000;
+}
+static vi pairs(vf low, vf high) { return (rounded_half(low) >> 16 & 0xffff) | rounded_half(high); }
+static void store_halves(uint16_t *to, vf first, vf second) {
+    for (int l = 0; l < LANES; l++)
+        to[l] = (uint32_t)rounded_half(first)[l] >> 16, to[16 + l] = (uint32_t)rounded_half(second)[l] >> 16;
+}
+#else
+#define TILES 0
+int32_t has_tiles(void) { return 0; }
+static void begin_tiles(void) {}
+static void end_tiles(void) {}
+#endif
+
+#if TILES
+/* 16 rows of 16 numbers in place. */
+INLINE void transpose_tile(vi rows[16]) {
+#pragma GCC unroll 4
+    for (int width = 1; width < 16; width *= 2) {
+        vi upper, lower;
+        for (int l = 0; l < 16; l++) upper[l] = l & width ? l - width + 16 : l, lower[l] = l & width ? l + 16 : l + width;
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
+            if (i & width) continue;
+            vi a = rows[i], b = rows[i + width];
+            rows[i] = __builtin_shuffle(a, b, upper), rows[i + width] = __builtin_shuffle(a, b, lower);
+        }
+    }
+}
+
+/* The first of LANES numbers, then zeros. */
+INLINE vf load_first(const float *p, int64_t count) {
+    if (count >= LANES) return load(p);
+    vf v = {0};
+    if (count > 0) memcpy(&v, p, count * sizeof(float));
+    return v;
+}
+#endif
+
 /* ---------------------------------------------------------------- quantised matrices */
 
 typedef struct {
@@ -412,7 +526,7 @@ INLINE void product_rows(const Matrix *w, const uint8_t *tile, int64_t first, co
     }
 }
 
-/* y[rows, w.rows] = x W' + bias, or y + that. Called by all threads; tiles are divided among them. */
+/* y[rows, w.rows] = x W' + bias, or y + that. Called by all threads; tiles are divided among them, and nothing waits. */
 static void product(const Thread *thread, const Matrix *w, const Rounded *x, int64_t rows, float *y, int add) {
     int64_t tiles = (w->rows + TILE - 1) / TILE, groups = x->columns / GROUP;
     int expands = w->bits == 4 && rows >= 4 * ROWS;
@@ -431,8 +545,108 @@ static void product(const Thread *thread, const Matrix *w, const Rounded *x, int
             for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, y, add);
         }
     }
-    wait_for_all(thread);
 }
+
+#if TILES
+#define BLOCK 64 /* groups of columns whose weights are in bfloat16 at a time: 128 KB */
+#define ROW_TILE(groups) ((groups) * 16 * GROUP)
+
+/* x in bfloat16: by 16 rows, in these by groups. A group of 16 rows is the left operand of a product of tiles. */
+static void halve_row(const float *x, int64_t columns, int64_t row, uint16_t *to) {
+    int64_t groups = groups_of(columns);
+    to += row / 16 * ROW_TILE(groups) + row % 16 * GROUP;
+    for (int64_t g = 0, k = 0; g < groups; g++, k += GROUP)
+        store_halves(to + g * 16 * GROUP, load_first(x + k, columns - k), load_first(x + k + LANES, columns - k - LANES));
+}
+
+/* `groups` of a tile of weights as right operands: [groups][VECS][16 pairs of columns][LANES channels][2]. */
+INLINE void halve_weights(const uint8_t *tile, int64_t groups, const int bits, uint16_t *out) {
+    for (int64_t g = 0; g < groups; g++, tile += block_bytes(bits))
+        for (int v = 0; v < VECS; v++) {
+            const uint16_t *halves = (const uint16_t *)tile;
+            vf scale = load_half(halves + v * LANES), offset = load_half(halves + TILE + v * LANES);
+#pragma GCC unroll 16
+            for (int pair = 0; pair < GROUP / 2; pair++, out += 2 * LANES) {
+                int step = pair / 2, shift = pair % 2 * 16 + (bits == 4 ? step % 2 * 4 : 0);
+                vi bytes = (vi)load_bytes(tile + TILE * 4 + ((bits == 4 ? step / 2 : step) * VECS + v) * LANES * 4);
+                vi low = bytes >> shift & ((1 << bits) - 1), high = bytes >> (shift + 8) & ((1 << bits) - 1);
+                vi both = pairs(fma_(to_float(low), scale, offset), fma_(to_float(high), scale, offset));
+                memcpy(out, &both, sizeof both);
+            }
+        }
+}
+
+/* to[16 M, TILE] = from + A B, of rows with these strides in bytes. */
+INLINE void multiply_tiles(const uint16_t *a, int64_t row_tile, const uint16_t *b, int64_t groups, const int M,
+                           const float *from, int64_t from_stride, float *to, int64_t to_stride) {
+    int64_t half = from_stride / (int64_t)sizeof(float) * 16, to_half = to_stride / (int64_t)sizeof(float) * 16;
+    tile_load(0, from, from_stride);
+    tile_load(1, from + 16, from_stride);
+    if (M == 2) {
+        tile_load(2, from + half, from_stride);
+        tile_load(3, from + half + 16, from_stride);
+    }
+    for (int64_t g = 0; g < groups; g++, a += 16 * GROUP, b += TILE * GROUP) {
+        tile_load(4, a, 64);
+        tile_load(6, b, 64);
+        tile_load(7, b + 16 * GROUP, 64);
+        tile_dot(0, 4, 6);
+        tile_dot(1, 4, 7);
+        if (M == 1) continue;
+        tile_load(5, a + row_tile, 64);
+        tile_dot(2, 5, 6);
+        tile_dot(3, 5, 7);
+    }
+    tile_store(0, to, to_stride);
+    tile_store(1, to + 16, to_stride);
+    if (M == 2) {
+        tile_store(2, to + to_half, to_stride);
+        tile_store(3, to + to_half + 16, to_stride);
+    }
+}
+
+/* As product(), with rows in bfloat16. */
+static void tile_products(const Thread *thread, const Matrix *w, const uint16_t *x, int64_t rows, float *y, int add) {
+    static const float zeros[TILE];
+    int64_t groups = groups_of(w->columns), tiles = (w->rows + TILE - 1) / TILE, bytes = block_bytes(w->bits);
+    uint16_t weights[BLOCK * TILE * GROUP] __attribute__((aligned(64)));
+    float edge[2 * 16][TILE] __attribute__((aligned(64)));
+    Part part = part_of(thread, tiles);
+    for (int64_t t = part.first; t < part.end; t++)
+        for (int64_t g = 0; g < groups; g += BLOCK) {
+            int64_t first = t * TILE, channels = w->rows - first < TILE ? w->rows - first : TILE;
+            int64_t num = groups - g < BLOCK ? groups - g : BLOCK;
+            const uint8_t *data = w->data + (t * groups + g) * bytes;
+            const float *bias = g == 0 ? w->bias : NULL;
+            int adds = add || g > 0;
+            if (w->bits == 4) halve_weights(data, num, 4, weights);
+            else halve_weights(data, num, 8, weights);
+            for (int64_t row = 0; row < rows; row += 32) {
+                int64_t count = rows - row < 32 ? rows - row : 32;
+                const uint16_t *a = x + row / 16 * ROW_TILE(groups) + g * 16 * GROUP;
+                float *to = y + row * w->rows + first;
+                const float *from = adds ? to : bias ? bias + first : zeros;
+                int64_t stride = w->rows * sizeof(float), from_stride = adds ? stride : 0;
+                int is_edge = channels < TILE || count % 16 || (adds && bias);
+                if (is_edge) {
+                    for (int64_t r = 0; r < count; r++)
+                        for (int64_t i = 0; i < channels; i++)
+                            edge[r][i] = (adds ? to[r * w->rows + i] : 0) + (bias ? bias[first + i] : 0);
+                    from = edge[0], from_stride = sizeof edge[0];
+                }
+                float *target = is_edge ? edge[0] : to;
+                int64_t target_stride = is_edge ? (int64_t)sizeof edge[0] : stride;
+                if (count > 16)
+                    multiply_tiles(a, ROW_TILE(groups), weights, num, 2, from, from_stride, target, target_stride);
+                else
+                    multiply_tiles(a, ROW_TILE(groups), weights, num, 1, from, from_stride, target, target_stride);
+                if (is_edge)
+                    for (int64_t r = 0; r < count; r++)
+                        memcpy(to + r * w->rows, edge[r], channels * sizeof(float));
+            }
+        }
+}
+#endif
 
 /* ---------------------------------------------------------------- rows */
 
@@ -548,6 +762,7 @@ typedef struct {
 
 typedef struct { /* see engine/cpu/inputs.py */
     int64_t num_tokens, num_rows, page_size, num_pages; /* num_pages: columns of pages */
+    int64_t num_decode_rows; /* the first ones; the tokens of the others are computed with tiles */
     const int64_t *positions, *kv_indices, *starts, *lengths, *offsets;
     const int32_t *pages;
     float *const *keys, *const *values; /* by layer: [positions of the KV cache, KV heads, head_dim] */
@@ -562,12 +777,19 @@ typedef struct { /* attention of up to QUERIES tokens of a row, to all positions
     int64_t partial;           /* its place in the partial results, with a chunk */
 } Task;
 
+typedef struct { /* attention of some tokens of a row, for the query heads of one KV head, with tiles */
+    int64_t row, first, head;
+} TileTask;
+
 typedef struct {
-    Rounded rounded;
+    Rounded rounded;  /* inputs of the tokens of decode rows */
+    uint16_t *halves; /* of the others */
     float *qkv, *attended, *gate_up, *block; /* block: what a block adds to x, where a norm follows it */
     Task *tasks;
+    TileTask *tile_tasks;
     float *partials;
-    int64_t num_tasks, num_partials;
+    int64_t num_decodes; /* tokens of decode rows */
+    int64_t num_tasks, num_tile_tasks, num_partials;
 } Scratch;
 
 INLINE int64_t max3(int64_t a, int64_t b, int64_t c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
@@ -578,13 +800,19 @@ INLINE int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_h
 INLINE int64_t max_queries(const Model *m) { return QUERIES * m->num_heads; }
 INLINE int64_t partial_size(const Model *m) { return max_queries(m) * (m->head_dim + 2); }
 
+/* Tokens of a TileTask: those of at most 8 tiles of 16 queries, so that few threads have even work. */
+INLINE int64_t tile_tokens(const Model *m) {
+    int64_t heads = m->num_heads / m->num_kv_heads;
+    return heads < 128 ? 128 / heads : 1;
+}
+
 /* Lists the tasks of attention, longest first. Where there are few, those of one block of tokens are divided by chunks:
    this changes who computes what and no result. */
-static void list_tasks(const Batch *b, Scratch *s) {
+static void list_tasks(const Model *m, const Batch *b, Scratch *s) {
     int64_t blocks = 0, num = 0, partials = 0;
-    for (int64_t row = 0; row < b->num_rows; row++) blocks += (b->lengths[row] + QUERIES - 1) / QUERIES;
+    for (int64_t row = 0; row < b->num_decode_rows; row++) blocks += (b->lengths[row] + QUERIES - 1) / QUERIES;
     int divides = blocks < 4 * b->num_threads;
-    for (int64_t row = b->num_rows - 1; row >= 0; row--)
+    for (int64_t row = b->num_decode_rows - 1; row >= 0; row--)
         for (int64_t first = (b->lengths[row] - 1) / QUERIES * QUERIES; first >= 0; first -= QUERIES) {
             int64_t rest = b->lengths[row] - first;
             int64_t end = b->starts[row] + first + (rest < QUERIES ? rest : QUERIES);
@@ -593,24 +821,32 @@ static void list_tasks(const Batch *b, Scratch *s) {
                 if (s->tasks) s->tasks[num] = (Task){row, first, divides ? chunk : -1, divides ? partials++ : -1};
                 else partials += divides;
         }
-    s->num_tasks = num, s->num_partials = partials;
+    s->num_tasks = num, s->num_partials = partials, s->num_tile_tasks = 0;
+    int64_t tokens = tile_tokens(m);
+    for (int64_t row = b->num_rows - 1; row >= b->num_decode_rows; row--)
+        for (int64_t first = (b->lengths[row] - 1) / tokens * tokens; first >= 0; first -= tokens)
+            for (int64_t head = 0; head < m->num_kv_heads; head++, s->num_tile_tasks++)
+                if (s->tile_tasks) s->tile_tasks[s->num_tile_tasks] = (TileTask){row, first, head};
 }
 
 static int64_t lay_out(const Model *m, const Batch *b, uint8_t *at, Scratch *s) {
     uint8_t *first = at;
     int64_t tokens = b->num_tokens, groups = groups_of(max3(m->hidden, m->num_heads * m->head_dim, m->ffn));
-    s->tasks = NULL;
-    list_tasks(b, s);
+    int64_t decodes = b->num_decode_rows < b->num_rows ? b->offsets[b->num_decode_rows] : tokens;
+    s->num_decodes = decodes, s->tasks = NULL, s->tile_tasks = NULL;
+    list_tasks(m, b, s);
 #define TAKE(field, type, count) s->field = (type *)at, at += padded((count) * (int64_t)sizeof(type))
-    TAKE(rounded.high, int8_t, tokens * groups * GROUP);
-    TAKE(rounded.low, int8_t, tokens * groups * GROUP);
-    TAKE(rounded.scales, float, tokens * groups);
-    TAKE(rounded.sums, float, tokens * groups);
+    TAKE(rounded.high, int8_t, decodes * groups * GROUP);
+    TAKE(rounded.low, int8_t, decodes * groups * GROUP);
+    TAKE(rounded.scales, float, decodes * groups);
+    TAKE(rounded.sums, float, decodes * groups);
+    TAKE(halves, uint16_t, (tokens - decodes + 15) / 16 * 16 * groups * GROUP);
     TAKE(qkv, float, tokens * qkv_size(m));
     TAKE(attended, float, tokens * m->num_heads * m->head_dim);
     TAKE(gate_up, float, tokens * 2 * m->ffn);
     TAKE(block, float, tokens * m->hidden);
     TAKE(tasks, Task, s->num_tasks);
+    TAKE(tile_tasks, TileTask, s->num_tile_tasks);
     TAKE(partials, float, s->num_partials * partial_size(m));
 #undef TAKE
     return at - first;
@@ -856,18 +1092,163 @@ static void attend_merged(const Model *m, const Batch *b, const Scratch *s, cons
     write_result(m, s, &all, token);
 }
 
-/* The functions below are called by all threads of a region. */
+#if TILES
+/* Attention of a task with tiles: for each block of CHUNK positions, scores[positions, queries] = K Q', then out[head_dim,
+   queries] += V' weights, where the positions or head_dim are the rows of tiles and 16 queries their columns. */
+static void attend_tiles(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index,
+                         const TileTask *task) {
+    enum { HALVES = 16 * 32, FLOATS = 16 * 16 }; /* of a tile */
+    int64_t size = m->head_dim, steps = (size + 31) / 32, dims = (size + 15) / 16, stride = qkv_size(m);
+    int64_t heads = m->num_heads / m->num_kv_heads, tokens = b->lengths[task->row] - task->first;
+    if (tokens > tile_tokens(m)) tokens = tile_tokens(m);
+    int64_t count = heads * tokens, tiles = (count + 15) / 16; /* queries, by head and then by token */
+    int64_t token = b->offsets[task->row] + task->first, start = b->starts[task->row] + task->first;
+    uint16_t queries[tiles * steps * HALVES] __attribute__((aligned(64)));
+    uint16_t keys[CHUNK / 16 * steps * HALVES] __attribute__((aligned(64)));
+    uint16_t values[dims * CHUNK / 32 * HALVES] __attribute__((aligned(64)));
+    uint16_t weights[CHUNK / 32 * HALVES] __attribute__((aligned(64)));
+    float out[tiles * dims * FLOATS] __attribute__((aligned(64))), scores[CHUNK][16] __attribute__((aligned(64)));
+    vf top[tiles], totals[tiles];
+    vi positions[tiles], rows[16];
+    for (int64_t q = 0; q < tiles; q++) {
+        top[q] = splat(-INFINITY), totals[q] = splat(0);
+        for (int64_t step = 0; step < steps; step++) {
+            for (int64_t i = 0; i < 16; i++) {
+                int64_t query = q * 16 + i < count ? q * 16 + i : count - 1, rest = size - step * 32;
+                const float *at = s->qkv + (token + query % tokens) * stride +
+                                  (task->head * heads + query / tokens) * size + step * 32;
+                vf scale = splat(m->scale);
+                store_halves((uint16_t *)(rows + i), load_first(at, rest) * scale,
+                             load_first(at + 16, rest - 16) * scale);
+                positions[q][i] = start + query % tokens;
+            }
+            transpose_tile(rows);
+            memcpy(queries + (q * steps + step) * HALVES, rows, sizeof rows);
+        }
+    }
+    memset(out, 0, sizeof out);
+    int64_t end = start + tokens, oldest = layer->window && start >= layer->window ? start - layer->window + 1 : 0;
+    for (int64_t base = oldest / CHUNK * CHUNK; base < end; base += CHUNK) {
+        int64_t num = end - base < CHUNK ? end - base : CHUNK;
+        const float *key_rows[CHUNK], *value_rows[CHUNK];
+        for (int64_t j = 0; j < CHUNK; j++) {
+            int64_t position = base + (j < num ? j : 0);
+            int64_t page = b->pages[task->row * b->num_pages + position / b->page_size];
+            int64_t at = ((page * b->page_size + position % b->page_size) * m->num_kv_heads + task->head) * size;
+            key_rows[j] = b->keys[index] + at, value_rows[j] = b->values[index] + at;
+        }
+        for (int64_t j = 0; j < CHUNK; j++)
+            for (int64_t step = 0; step < steps; step++) {
+                int64_t rest = j < num ? size - step * 32 : 0;
+                const float *at = key_rows[j] + step * 32;
+                store_halves(keys + ((j / 16 * steps + step) * 16 + j % 16) * 32, load_first(at, rest),
+                             load_first(at + 16, rest - 16));
+            }
+        for (int64_t d = 0; d < dims; d++)
+            for (int64_t half = 0; half < CHUNK / 32; half++) {
+                for (int64_t i = 0; i < 16; i++) {
+                    int64_t j = half * 32 + 2 * i, rest = size - d * 16;
+                    rows[i] = pairs(load_first(value_rows[j] + d * 16, j < num ? rest : 0),
+                                    load_first(value_rows[j + 1] + d * 16, j + 1 < num ? rest : 0));
+                }
+                transpose_tile(rows);
+                memcpy(values + (d * (CHUNK / 32) + half) * HALVES, rows, sizeof rows);
+            }
+        /* Whether some queries do not see some of these positions. */
+        int hides = base + CHUNK - 1 > start || (layer->window && base <= end - 1 - layer->window);
+        for (int64_t q = 0; q < tiles; q++) {
+            tile_zero(0);
+            tile_zero(1);
+            tile_zero(2);
+            tile_zero(3);
+            for (int64_t step = 0; step < steps; step++) {
+                tile_load(4, queries + (q * steps + step) * HALVES, 64);
+                tile_load(5, keys + step * HALVES, 64);
+                tile_dot(0, 5, 4);
+                tile_load(6, keys + (steps + step) * HALVES, 64);
+                tile_dot(1, 6, 4);
+                tile_load(5, keys + (2 * steps + step) * HALVES, 64);
+                tile_dot(2, 5, 4);
+                tile_load(6, keys + (3 * steps + step) * HALVES, 64);
+                tile_dot(3, 6, 4);
+            }
+            tile_store(0, scores[0], 64);
+            tile_store(1, scores[16], 64);
+            tile_store(2, scores[32], 64);
+            tile_store(3, scores[48], 64);
+            if (m->score_cap > 0) /* cap * tanh(x / cap) */
+                for (int64_t j = 0; j < CHUNK; j++) {
+                    vf x = load(scores[j]) * splat(2 / m->score_cap);
+                    x = choose(x > splat(80), splat(80), x);
+                    store(scores[j], splat(m->score_cap) - splat(2 * m->score_cap) / (exp_(x) + splat(1)));
+                }
+            if (hides)
+                for (int64_t j = 0; j < CHUNK; j++) {
+                    vi position = (vi){0} + (int32_t)(base + j), sees = position <= positions[q];
+                    if (layer->window) sees &= position > positions[q] - (int32_t)layer->window;
+                    store(scores[j], choose(sees, load(scores[j]), splat(-INFINITY)));
+                }
+            vf most = top[q], sum = {0};
+            for (int64_t j = 0; j < CHUNK; j++) most = larger(load(scores[j]), most);
+            vf largest = choose(most == splat(-INFINITY), splat(0), most); /* no position is visible yet */
+            for (int64_t j = 0; j < CHUNK; j += 2) {
+                vf one = exp_(load(scores[j]) - largest), two = exp_(load(scores[j + 1]) - largest);
+                vi both = pairs(one, two);
+                sum += one + two;
+                memcpy(weights + j * 16, &both, sizeof both);
+            }
+            vf factor = choose(top[q] == splat(-INFINITY), splat(0), exp_(top[q] - largest));
+            totals[q] = totals[q] * factor + sum, top[q] = most;
+            float *sums = out + q * dims * FLOATS;
+            for (int64_t i = 0; i < dims * 16; i++) store(sums + i * 16, load(sums + i * 16) * factor);
+            for (int64_t d = 0; d < dims; d++, sums += FLOATS) {
+                const uint16_t *at = values + d * (CHUNK / 32) * HALVES;
+                tile_load(0, sums, 64);
+                tile_load(4, weights, 64);
+                tile_load(5, at, 64);
+                tile_dot(0, 5, 4);
+                tile_load(6, weights + HALVES, 64);
+                tile_load(7, at + HALVES, 64);
+                tile_dot(0, 7, 6);
+                tile_store(0, sums, 64);
+            }
+        }
+    }
+    for (int64_t q = 0; q < tiles; q++)
+        for (int64_t d = 0; d < dims; d++) {
+            const float *sums = out + (q * dims + d) * FLOATS;
+            for (int i = 0; i < 16; i++) rows[i] = (vi)(load(sums + i * 16) / totals[q]);
+            transpose_tile(rows);
+            for (int64_t i = 0; i < 16 && q * 16 + i < count; i++) {
+                int64_t query = q * 16 + i, rest = size - d * 16;
+                float *to = s->attended + (token + query % tokens) * m->num_heads * size +
+                            (task->head * heads + query / tokens) * size + d * 16;
+                memcpy(to, rows + i, (rest < 16 ? rest : 16) * sizeof(float));
+            }
+        }
+}
+#endif
 
-/* Rounds x, or norm(x), for a matrix with `columns` columns. */
-static void round_rows(const Thread *thread, const Model *m, const Batch *b, Scratch *s, const float *x,
-                       int64_t columns, const float *norm) {
+/* Stores the input of a matrix with `columns` columns: x, of one token. */
+static void set_input(const Scratch *s, const float *x, int64_t columns, int64_t token) {
     Rounded to = s->rounded;
     to.columns = groups_of(columns) * GROUP;
+    if (token < s->num_decodes) round_row(x, columns, &to, token);
+#if TILES
+    else halve_row(x, columns, token - s->num_decodes, s->halves);
+#endif
+}
+
+/* The functions below are called by all threads of a region. */
+
+/* Sets x, or norm(x), as the inputs of a matrix with `columns` columns. */
+static void set_inputs(const Thread *thread, const Model *m, const Batch *b, const Scratch *s, const float *x,
+                       int64_t columns, const float *norm) {
     Part part = part_of(thread, b->num_tokens);
     for (int64_t t = part.first; t < part.end; t++) {
         float normed[norm ? columns : 1];
         if (norm) norm_row(x + t * columns, norm, columns, m->eps, normed);
-        round_row(norm ? normed : x + t * columns, columns, &to, t);
+        set_input(s, norm ? normed : x + t * columns, columns, t);
     }
     wait_for_all(thread);
 }
@@ -875,7 +1256,12 @@ static void round_rows(const Thread *thread, const Model *m, const Batch *b, Scr
 static void apply(const Thread *thread, const Matrix *w, const Batch *b, const Scratch *s, float *y, int add) {
     Rounded x = s->rounded;
     x.columns = groups_of(w->columns) * GROUP;
-    product(thread, w, &x, b->num_tokens, y, add);
+    product(thread, w, &x, s->num_decodes, y, add);
+#if TILES
+    if (s->num_decodes < b->num_tokens)
+        tile_products(thread, w, s->halves, b->num_tokens - s->num_decodes, y + s->num_decodes * w->rows, add);
+#endif
+    wait_for_all(thread);
 }
 
 /* y += what the adapters of the tokens add to a matrix whose input is x, or norm(x). `at`: layer and matrix. */
@@ -919,7 +1305,7 @@ static void add_block(const Thread *thread, const Model *m, const Matrix *w, con
 static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scratch *s, int64_t index) {
     const Layer *layer = m->layers + index;
     int64_t size = m->head_dim, num_qk = m->num_heads + m->num_kv_heads, stride = qkv_size(m);
-    round_rows(thread, m, b, s, b->x, m->hidden, layer->attention_norm);
+    set_inputs(thread, m, b, s, b->x, m->hidden, layer->attention_norm);
     apply(thread, &layer->qkv, b, s, s->qkv, 0);
     int64_t at = index * NUM_ADAPTED;
     add_adapters(thread, m, b, at + QKV, b->x, m->hidden, m->hidden, layer->attention_norm, s->qkv, stride);
@@ -942,6 +1328,10 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
     wait_for_all(thread);
     for (int64_t task = thread->index; task < s->num_tasks; task += thread->count) /* the longest are first */
         attend(m, layer, b, s, index, s->tasks + task);
+#if TILES
+    for (int64_t task = thread->index; task < s->num_tile_tasks; task += thread->count)
+        attend_tiles(m, layer, b, s, index, s->tile_tasks + task);
+#endif
     wait_for_all(thread);
     if (s->num_partials) {
         Part part = part_of(thread, s->num_tasks);
@@ -949,14 +1339,12 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
             if (s->tasks[task].chunk == 0) attend_merged(m, b, s, s->tasks + task, s->tasks + s->num_tasks);
         wait_for_all(thread);
     }
-    round_rows(thread, m, b, s, s->attended, m->num_heads * size, NULL);
+    set_inputs(thread, m, b, s, s->attended, m->num_heads * size, NULL);
     add_block(thread, m, &layer->out, b, s, layer->attention_post_norm, at + OUT, s->attended, m->num_heads * size);
 
-    round_rows(thread, m, b, s, b->x, m->hidden, layer->mlp_norm);
+    set_inputs(thread, m, b, s, b->x, m->hidden, layer->mlp_norm);
     apply(thread, &layer->gate_up, b, s, s->gate_up, 0);
     add_adapters(thread, m, b, at + GATE_UP, b->x, m->hidden, m->hidden, layer->mlp_norm, s->gate_up, 2 * m->ffn);
-    Rounded to = s->rounded;
-    to.columns = groups_of(m->ffn) * GROUP;
     for (int64_t t = tokens.first; t < tokens.end; t++) {
         float *gate = s->gate_up + t * 2 * m->ffn, *up = gate + m->ffn;
         for (int64_t i = 0; i < m->ffn; i += LANES) {
@@ -970,7 +1358,7 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
             store(part, x / (splat(1.0f) + exp_(negated)));
             for (int64_t j = 0; j < count; j++) gate[i + j] = part[j] * up[i + j];
         }
-        round_row(gate, m->ffn, &to, t);
+        set_input(s, gate, m->ffn, t);
     }
     wait_for_all(thread);
     add_block(thread, m, &layer->down, b, s, layer->mlp_post_norm, at + DOWN, s->gate_up, 2 * m->ffn);
@@ -981,17 +1369,20 @@ void forward(const Model *model, const Batch *batch) {
     Scratch scratch;
     Barrier barrier = {.spins = num_spins()};
     lay_out(model, batch, batch->scratch, &scratch);
-    list_tasks(batch, &scratch);
+    list_tasks(model, batch, &scratch);
+    int has_prompts = scratch.num_decodes < batch->num_tokens;
 #pragma omp parallel num_threads(batch->num_threads)
     {
         Scratch own = scratch;
         Thread thread = this_thread(&barrier);
+        if (has_prompts) begin_tiles();
         for (int64_t index = 0; index < model->num_layers; index++) run_layer(&thread, model, batch, &own, index);
         Part part = part_of(&thread, batch->num_tokens);
         for (int64_t t = part.first; t < part.end; t++) {
             float *x = batch->x + t * model->hidden;
             norm_row(x, model->norm, model->hidden, model->eps, x);
         }
+        if (has_prompts) end_tiles();
     }
 }
 
@@ -999,11 +1390,13 @@ void forward(const Model *model, const Batch *batch) {
 
 int64_t rounded_bytes(int64_t rows, int64_t columns) {
     int64_t groups = groups_of(columns);
+    rows = (rows + 15) / 16 * 16; /* enough for a left operand of tiles, too */
     return 2 * (padded(rows * groups * GROUP) + padded(rows * groups * sizeof(float)));
 }
 
-/* y[rows, w.rows] = x[rows, w.columns] W' + bias. scratch: rounded_bytes(). */
-void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *scratch, int64_t num_threads) {
+/* y[rows, w.rows] = x[rows, w.columns] W' + bias, with tiles or without. scratch: rounded_bytes(). */
+void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *scratch, int64_t num_threads,
+            int32_t tiles) {
     int64_t groups = groups_of(w->columns);
     Rounded to = {.columns = groups * GROUP, .high = (int8_t *)scratch};
     to.low = to.high + padded(rows * groups * GROUP);
@@ -1014,9 +1407,22 @@ void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *sc
     {
         Thread thread = this_thread(&barrier);
         Part part = part_of(&thread, rows);
-        for (int64_t row = part.first; row < part.end; row++) round_row(x + row * w->columns, w->columns, &to, row);
-        wait_for_all(&thread);
-        product(&thread, w, &to, rows, y, 0);
+#if TILES
+        if (tiles) {
+            begin_tiles();
+            for (int64_t row = part.first; row < part.end; row++)
+                halve_row(x + row * w->columns, w->columns, row, (uint16_t *)scratch);
+            wait_for_all(&thread);
+            tile_products(&thread, w, (const uint16_t *)scratch, rows, y, 0);
+            end_tiles();
+        } else
+#endif
+        {
+            for (int64_t row = part.first; row < part.end; row++)
+                round_row(x + row * w->columns, w->columns, &to, row);
+            wait_for_all(&thread);
+            product(&thread, w, &to, rows, y, 0);
+        }
     }
 }
 

@@ -90,6 +90,7 @@ class Batch(ctypes.Structure):
         ("num_rows", ctypes.c_int64),
         ("page_size", ctypes.c_int64),
         ("num_pages", ctypes.c_int64),
+        ("num_decode_rows", ctypes.c_int64),
         ("positions", ctypes.c_void_p),
         ("kv_indices", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
@@ -153,18 +154,20 @@ class NativeLibrary:
         pointer, integer = ctypes.c_void_p, ctypes.c_int64
         for name, result, arguments in (
             ("isa", ctypes.c_char_p, ()),
+            ("has_tiles", ctypes.c_int32, ()),
             ("packed_bytes", integer, (integer, integer, ctypes.c_int32)),
             ("pack", None, (pointer, pointer, pointer, integer, integer, ctypes.c_int32, pointer)),
             ("scratch_bytes", integer, (pointer, pointer)),
             ("rounded_bytes", integer, (integer, integer)),
             ("forward", None, (pointer, pointer)),
-            ("linear", None, (pointer, pointer, integer, pointer, pointer, integer)),
+            ("linear", None, (pointer, pointer, integer, pointer, pointer, integer, ctypes.c_int32)),
             ("gather", None, (pointer, pointer, integer, pointer)),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
         self.forward, self.scratch_bytes = library.forward, library.scratch_bytes
         self.isa: str = library.isa().decode()
+        self.has_tiles = bool(library.has_tiles())  # products of bfloat16 tiles, for prompts
 
     def pack(self, weight: QuantisedTensor) -> Tensor:
         (rows, columns), bits = weight.values.shape, weight.bits
@@ -175,8 +178,8 @@ class NativeLibrary:
         )
         return packed
 
-    def linear(self, matrix: PackedMatrix, x: Tensor) -> Tensor:
-        """x W' + b, with x [rows, columns] rounded to 15 bits."""
+    def linear(self, matrix: PackedMatrix, x: Tensor, *, tiles: bool = False) -> Tensor:
+        """x W' + b, with x [rows, columns] rounded to 15 bits; tiles: with x and W in bfloat16, as for prompts."""
         x, rows = x.contiguous(), len(x)
         out = torch.empty(rows, matrix.struct.rows)
         scratch = torch.empty(self._library.rounded_bytes(rows, matrix.struct.columns), dtype=torch.uint8)
@@ -187,6 +190,7 @@ class NativeLibrary:
             out.data_ptr(),
             scratch.data_ptr(),
             torch.get_num_threads(),
+            tiles,
         )
         return out
 
@@ -237,13 +241,19 @@ def _check(library: NativeLibrary) -> None:
     for bits in (4, 8):
         weight = quantise(torch.randn(37, 80, generator=generator) / 9, bits)
         x = torch.randn(5, 80, generator=generator)
-        expected = round_inputs(x) @ weight.dequantise().T
-        error = float((library.linear(PackedMatrix(library, weight), x) - expected).abs().max())
+        matrix, dequantised = PackedMatrix(library, weight), weight.dequantise()
+        error = float((library.linear(matrix, x) - round_inputs(x) @ dequantised.T).abs().max())
         if not error < _TOLERANCE:
             raise NativeError(
                 f"their results with {bits} bits ({library.isa}) differ from the reference by {error:.3g}: set CC to "
                 "another compiler"
             )
+        if library.has_tiles:
+            expected = x.bfloat16().float() @ dequantised.bfloat16().float().T
+            error = float((library.linear(matrix, x, tiles=True) - expected).abs().max())
+            if not error < _TOLERANCE:
+                log.warning("prompts are computed without AMX, whose results differ by %.3g: set CC", error)
+                library.has_tiles = False
 
 
 def _share_openmp() -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
-from paceline.engine.cpu.inputs import Inputs
+from paceline.engine.cpu.inputs import Index, Inputs
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.native import AdaptedMatrix, Batch, Layer, LowRankPart, Model, NativeLibrary, PackedMatrix
@@ -43,6 +44,34 @@ class NativePass:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> NoReturn:
         raise TypeError("a quantised model computes attention itself, not layer by layer")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NativeRows:
+    """The rows of a batch as `native.c` takes them: those of generated tokens first."""
+
+    starts: Index
+    lengths: Index
+    offsets: Index
+    pages: npt.NDArray[np.int32]
+    num_decode_rows: int
+    order: Index | None = None  # of the tokens of the batch; None: as they are
+
+    @classmethod
+    def of(cls, inputs: Inputs) -> NativeRows:
+        prompts, lengths = inputs.prompts, inputs.lengths
+        num_decode_rows = len(prompts) - int(np.count_nonzero(prompts))
+        pages = np.ascontiguousarray(inputs.page_rows)
+        if (prompts[num_decode_rows:] == lengths[num_decode_rows:]).all():
+            return cls(inputs.starts, lengths, inputs.offsets, pages, num_decode_rows)
+        # A request that was retracted is computed again, with what it has generated: its row becomes two.
+        generated, rows = np.flatnonzero(prompts < lengths), np.flatnonzero(prompts)
+        both = np.concatenate([generated, rows])
+        skipped = np.concatenate([prompts[generated], np.zeros_like(rows)])
+        lengths = np.concatenate([lengths[generated] - prompts[generated], prompts[rows]])
+        offsets = np.cumsum(lengths) - lengths
+        order = np.arange(int(lengths.sum())) + np.repeat(inputs.offsets[both] + skipped - offsets, lengths)
+        return cls(inputs.starts[both] + skipped, lengths, offsets, pages[both], len(generated), order)
 
 
 class NativeAttention:
@@ -145,27 +174,32 @@ class QuantisedModel:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         fewest, most = min(bits), max(bits)
         self.precision = f"{fewest}-bit" if fewest == most else f"{fewest}- and {most}-bit"
+        if library.has_tiles:
+            self.precision += ", for prompts bfloat16 (AMX)"
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm. attend: a `NativePass`."""
         assert isinstance(attend, NativePass), "the attention backend of a quantised model is NativeAttention"
-        cache, inputs = attend.cache, attend.inputs
+        cache, rows, kv_indices = attend.cache, NativeRows.of(attend.inputs), attend.inputs.kv_indices
+        if rows.order is not None:
+            order = torch.from_numpy(rows.order)
+            tokens, positions, kv_indices = tokens[order], positions[order], kv_indices[rows.order]
         x = scaled(self._library.gather(self._embedding, tokens), self.spec.embedding_scale)
         model = ctypes.byref(self._model)
-        pages = inputs.page_rows if inputs.page_rows.flags.c_contiguous else inputs.page_rows.copy()
         keys, values = cache.addresses
         batch = Batch(
             num_tokens=len(tokens),
-            num_rows=len(inputs.lengths),
+            num_rows=len(rows.lengths),
+            num_decode_rows=rows.num_decode_rows if self._library.has_tiles else len(rows.lengths),
             page_size=cache.page_size,
-            num_pages=pages.shape[1],
+            num_pages=rows.pages.shape[1],
             positions=positions.data_ptr(),
-            kv_indices=inputs.kv_indices.ctypes.data,
-            starts=inputs.starts.ctypes.data,
-            lengths=inputs.lengths.ctypes.data,
-            offsets=inputs.offsets.ctypes.data,
-            pages=pages.ctypes.data,
+            kv_indices=kv_indices.ctypes.data,
+            starts=rows.starts.ctypes.data,
+            lengths=rows.lengths.ctypes.data,
+            offsets=rows.offsets.ctypes.data,
+            pages=rows.pages.ctypes.data,
             keys=ctypes.addressof(keys),
             values=ctypes.addressof(values),
             x=x.data_ptr(),
@@ -173,16 +207,21 @@ class QuantisedModel:
         )
         if lora is not None:
             addresses = np.zeros(len(tokens), np.uintp)
-            for rows, weights in lora.groups:
+            for tokens_of, weights in lora.groups:
                 assert isinstance(weights, NativeAdapter), "prepare_adapter makes the adapters of this model"
-                addresses[rows.numpy()] = ctypes.addressof(weights.table)
+                addresses[tokens_of.numpy()] = ctypes.addressof(weights.table)
+            addresses = addresses if rows.order is None else addresses[rows.order]
             batch.adapters = addresses.ctypes.data
         needed = self._library.scratch_bytes(model, ctypes.byref(batch)) + 64
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed * 5 // 4, dtype=torch.uint8)
         batch.scratch = -(-self._scratch.data_ptr() // 64) * 64
         self._library.forward(model, ctypes.byref(batch))
-        return x
+        if rows.order is None:
+            return x
+        hidden = torch.empty_like(x)
+        hidden[order] = x
+        return hidden
 
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights:
         return NativeAdapter.of(weights)

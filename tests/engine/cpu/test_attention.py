@@ -47,6 +47,7 @@ def make_inputs(starts: list[int], lengths: list[int], page_rows: npt.NDArray[np
         starts=np.array(starts),
         lengths=np.array(lengths),
         offsets=np.cumsum(lengths) - lengths,
+        prompts=np.array(lengths),
         page_rows=page_rows,
         sampled=NO_INDICES,
         sampled_slots=NO_INDICES,

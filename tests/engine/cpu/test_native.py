@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from paceline.engine import build
 from paceline.engine.cpu import native
 from paceline.engine.cpu.native import NativeError, NativeLibrary, PackedMatrix, native_library, round_inputs
 from paceline.model.quantised import quantise
-from tests.helpers import needs_compiler
+from tests.helpers import library_with_tiles, needs_compiler, portable_library
 from tests.model.test_quantised import Q, write
 
 pytestmark = needs_compiler
@@ -28,30 +27,15 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=["this CPU", "4 1 0", "8 1 1", "16 0 0"])
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The library with the instructions of this CPU, and in plain C with the layouts of other CPUs: the lanes of a
-    vector, whether 8-bit weights are signed, and whether inputs are words."""
-    if request.param == "this CPU":
-        return native_library()
-    target = tmp_path_factory.mktemp("native") / "portable.so"
-    lanes, signed, words = request.param.split()
-    flags = [
-        "-DPACELINE_PORTABLE",
-        f"-DLANES={lanes}",
-        f"-DSIGNED={signed}",
-        f"-DWORDS={words}",
-        "-O0",
-        "-fPIC",
-        "-shared",
-        "-std=gnu11",
-        "-ffp-contract=off",
-        "-fopenmp",
-    ]
-    subprocess.run(["cc", *flags, str(native.SOURCE), "-lm", "-o", str(target)], check=True)
-    made = NativeLibrary(target)
-    assert made.isa == "portable"
-    return made
+@pytest.fixture(params=["this CPU", "4 1 0", "8 1 1", "16 0 0"])
+def library(request: pytest.FixtureRequest) -> NativeLibrary:
+    """The library with the instructions of this CPU, and in plain C with the layouts of other CPUs."""
+    return native_library() if request.param == "this CPU" else portable_library(*map(int, request.param.split()))
+
+
+@pytest.fixture
+def with_tiles() -> NativeLibrary:
+    return library_with_tiles()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -72,6 +56,45 @@ def test_a_row_does_not_depend_on_the_other_rows(library: NativeLibrary, bits: i
     together = library.linear(matrix, x)
     for row in range(len(x)):
         assert torch.equal(library.linear(matrix, x[row : row + 1])[0], together[row])
+
+
+TILE_SHAPES = [(1, 1, 32), (3, 70, 96), (33, 33, 80), (16, 16, 7), (40, 64, 2100)]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("rows", "channels", "columns"), TILE_SHAPES)
+def test_a_product_of_tiles_equals_the_reference(
+    with_tiles: NativeLibrary, bits: int, rows: int, channels: int, columns: int
+) -> None:
+    weight, x, bias = quantise(random(channels, columns), bits), random(rows, columns, seed=1), random(channels, seed=2)
+    x[0] *= 100
+    expected = x.bfloat16().double() @ weight.dequantise().bfloat16().double().T + bias
+    found = with_tiles.linear(PackedMatrix(with_tiles, weight, bias), x, tiles=True)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_row_of_tiles_does_not_depend_on_the_other_rows(with_tiles: NativeLibrary) -> None:
+    matrix, x = PackedMatrix(with_tiles, quantise(random(48, 128), 4)), random(35, 128, seed=1)
+    x[20, 7] = float("nan")
+    together = with_tiles.linear(matrix, x, tiles=True)
+    assert together[20].isnan().all()
+    for row in (0, 1, 15, 16, 19, 21, 34):
+        assert torch.equal(with_tiles.linear(matrix, x[row : row + 1], tiles=True)[0], together[row])
+
+
+def test_tiles_with_other_results_are_not_used(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, right = portable_library(16, 0, 0, 1), NativeLibrary.linear
+    monkeypatch.setattr(library, "has_tiles", True)
+    native._check(library)
+    assert library.has_tiles
+    monkeypatch.setattr(
+        NativeLibrary, "linear", lambda self, matrix, x, tiles=False: right(self, matrix, x, tiles=tiles) * (1 + tiles)
+    )
+    with caplog.at_level(logging.WARNING, "paceline.engine"):
+        native._check(library)
+    assert not library.has_tiles and "prompts are computed without AMX" in caplog.text
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -177,7 +200,7 @@ def _touched(path: Path) -> Path:
 
 def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     right = NativeLibrary.linear
-    monkeypatch.setattr(NativeLibrary, "linear", lambda self, matrix, x: right(self, matrix, x) * 1.001)
+    monkeypatch.setattr(NativeLibrary, "linear", lambda self, matrix, x, **how: right(self, matrix, x, **how) * 1.001)
     native_library.cache_clear()
     try:
         with pytest.raises(NativeError, match="differ from the reference"):
