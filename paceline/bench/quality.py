@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -83,7 +83,7 @@ class ScoredModel:
         num_pages = -(-max_tokens // _PAGE_SIZE)
         self._tables = SlotTables(1, max_tokens, _PAGE_SIZE)
         self._tables.pages[0] = np.arange(num_pages)
-        self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, _PAGE_SIZE, decoder.dtype))
+        self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, _PAGE_SIZE, decoder.kv_dtype))
         if fp8_kv:
             ids = calibration_ids(decoder.spec, max_tokens)
             self.scales = calibrated_scales(decoder, ids, self._begin(0, len(ids))[2])
@@ -242,10 +242,10 @@ def _load(path: Path, dtype: str, quantization: str, max_positions: int, kv_dtyp
     config = choose_precision(EngineConfig(device="cpu", dtype=dtype, quantization=quantization), "cpu", path)
     if kv_dtype == FP8_KV and config.quantization != "none":
         raise ConfigError(
-            f"kv_dtype is {kv_dtype!r} and weights stay in 4 or 8 bits, whose attention has KV in float32: set "
+            f"kv_dtype is {kv_dtype!r} and weights stay in 4 or 8 bits, whose KV is in bfloat16: set "
             "quantization to none."
         )
-    check_kv_dtype(EngineConfig(kv_dtype="auto" if kv_dtype == FP8_KV else kv_dtype), "cpu", config.dtype)
+    check_kv_dtype(replace(config, kv_dtype="auto" if kv_dtype == FP8_KV else kv_dtype), "cpu", config.dtype)
     spec = read_spec(path)
     check_models_fit([spec], weight_bytes(config, spec, path, "cpu"))
     decoder = load_model(path, spec, 0, config, "cpu", max_positions)

@@ -557,7 +557,8 @@ def build_executor(
     scheduler_config = _scheduler_config(decoder.whole_spec, given, device)
     page_size = scheduler_config.page_size
     if device == "cpu":
-        per_token = sum(one.spec.kv_bytes_per_token(dtype.itemsize) for one in (decoder, draft) if one is not None)
+        models = [one for one in (decoder, draft) if one is not None]
+        per_token = sum(one.spec.kv_bytes_per_token(one.kv_dtype.itemsize) for one in models)
         num_pages = num_kv_pages(config, per_token, scheduler_config, given, free=free_memory() // size)
         scheduler_options = {**given, "num_pages": agree(num_pages)}
     host = _host_options(config, scheduler_options, page_size, decoder, device, agree)
@@ -600,7 +601,7 @@ def assemble(
     """Builds an engine around a loaded decoder, which it takes over. kernels: if they are being compiled already.
     draft: a draft model, of the same device and dtype. grammars: if they are set up already. ranks: the other ranks, if
     the decoder is rank 0's part."""
-    spec, dtype = decoder.whole_spec, decoder.dtype
+    spec = decoder.whole_spec
     grammars = grammars or Grammars(tokenizer, spec.vocab_size)
     setting_up = None
     if _device_of(decoder) == "cuda":
@@ -631,7 +632,7 @@ def assemble(
         device_text = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     else:
         device_text = device_name
-    kv_dtype = dtype if on_gpu is None else on_gpu.kv.dtype
+    kv_dtype = decoder.kv_dtype if on_gpu is None else on_gpu.kv.dtype
     kv_bytes, size = kv_dtype.itemsize, decoder.shard.size
     info = ModelInfo(
         spec.family,
@@ -688,7 +689,7 @@ def _host_options(
 ) -> dict[str, Any]:
     """The scheduler's options for the host memory tier, if it is enabled. agree: as in `build_executor`."""
     count = config.num_host_pages(page_size, given)
-    dtype_bytes = 1 if config.kv_dtype == FP8_KV else decoder.dtype.itemsize
+    dtype_bytes = 1 if config.kv_dtype == FP8_KV else decoder.kv_dtype.itemsize
     page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
     size = decoder.shard.num_ranks
     free = free_memory() // size - (0 if device == "cuda" else given["num_pages"] * page_bytes)

@@ -87,8 +87,11 @@ def check_arch(config: EngineConfig, arch: int) -> None:
 
 
 def check_kv_dtype(config: EngineConfig, device: str, dtype: str) -> None:
-    """Raises ConfigError unless the device has a KV cache of this type beside activations of `dtype`."""
+    """Raises ConfigError unless the device has a KV cache of this type beside activations of `dtype`. With weights in 4
+    or 8 bits on a CPU, KV is in bfloat16 beside activations in float32."""
     given = config.kv_dtype
+    if device == "cpu" and config.quantization != "none":
+        dtype = "bfloat16"
     if given == FP8_KV and device != "cuda":
         raise ConfigError(f"kv_dtype is {given!r}, which needs a GPU: leave it out, KV is in {dtype} on a CPU.")
     if given == "bfloat16" and dtype != "bfloat16":

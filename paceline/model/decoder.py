@@ -198,6 +198,7 @@ class Decoder:
         self.spec = spec = self.shard.spec(spec)
         some = next(iter(weights.values()))  # not a matrix of a layer, which may be quantised
         self.device, self.dtype = some.device, some.dtype
+        self.kv_dtype = self.dtype
         self.precision = str(self.dtype).removeprefix("torch.")
         none = some.new_empty(0)  # of a stage that does not need it
         self.embedding = weights["embedding"] if self.shard.is_first else none

@@ -69,8 +69,8 @@ def quantised(
 
 def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | None = None) -> None:
     """The logits of generated tokens, and those of prompts if tiles compute them. A sum in another order may round an
-    input to the next integer, and change all that follows a little. The reference does not round the weights of
-    attention."""
+    input, a key or a value the other way, and change all that follows a little. The reference does not round the
+    weights of attention."""
     linear = F.linear
 
     def with_halves(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -84,7 +84,7 @@ def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | No
         expected_of_prompts = logits_in_chunks(reference, adapter, are_prompts=True)
     difference, spread = (logits_in_chunks(model, adapter) - expected).abs(), float(expected.std())
     assert float(difference.mean()) < 5e-4 * spread
-    assert float(difference.max()) < 5e-3 * spread
+    assert float(difference.max()) < 2e-2 * spread
     if model._library.has_tiles:
         difference = (logits_in_chunks(model, adapter, are_prompts=True) - expected_of_prompts).abs()
         assert float(difference.mean()) < 0.015 * spread
@@ -152,14 +152,16 @@ def test_every_option_of_a_spec_gives_the_logits_of_the_reference(options: dict[
     assert (logits_in_chunks(model, adapter)[1:] - logits_in_chunks(model)[1:]).abs().max() > 0.1
 
 
-def with_halves_in(attend: Attend, spec: ModelSpec) -> Attend:
+def with_halves_in(attend: Attend, spec: ModelSpec, *, are_prompts: bool) -> Attend:
+    """Keys and values are kept in bfloat16; tiles take queries in bfloat16, too."""
     scale = spec.attention_scale or spec.head_dim**-0.5
 
     def rounded(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        q, k, v = halves(q * scale, k, v)
-        return attend(layer, q / scale, k, v, sinks)
+        if are_prompts:
+            q = halves(q * scale)[0] / scale
+        return attend(layer, q, *halves(k, v), sinks)
 
     return rounded
 
@@ -192,7 +194,7 @@ def logits_in_chunks(model: Any, adapter: LoraWeights | None = None, *, are_prom
     tables = SlotTables(2, 64, 4)
     tables.tokens[:, :60] = tokens
     tables.pages[:] = np.random.default_rng(3).permutation(40)[: tables.pages.size].reshape(tables.pages.shape)
-    attention = attention_for(model, KVCache(model.spec, 40, 4, torch.float32))
+    attention = attention_for(model, KVCache(model.spec, 40, 4, model.kv_dtype))
     parts = []
     for starts, lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
         inputs = tables.row_inputs(
@@ -202,8 +204,8 @@ def logits_in_chunks(model: Any, adapter: LoraWeights | None = None, *, are_prom
         if adapter is not None:
             lora = LoraRows([(torch.arange(lengths[0]), model.prepare_adapter(adapter))])
         attend = attention.begin(inputs)
-        if are_prompts and isinstance(model, Decoder):
-            attend = with_halves_in(attend, model.spec)
+        if isinstance(model, Decoder):
+            attend = with_halves_in(attend, model.spec, are_prompts=are_prompts)
         hidden = model.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend, lora)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

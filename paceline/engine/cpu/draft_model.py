@@ -35,7 +35,7 @@ class ModelDrafts:
     ) -> None:
         """sampler: of the whole vocabulary. group: the ranks of the target model, which all have this draft model."""
         self._decoder, self._sampler, self._group = decoder, sampler, group
-        self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, page_size, decoder.dtype))
+        self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, page_size, decoder.kv_dtype))
         self._sources = NgramDrafts(max_running, adapts=False)
 
     def join(self, join: Join) -> None:

@@ -86,7 +86,7 @@ class CpuModelRunner:
     ) -> None:
         spec = decoder.spec
         self.decoder = decoder
-        self.cache = KVCache(spec, num_pages, page_size, decoder.dtype, num_host_pages, share_host=share_host)
+        self.cache = KVCache(spec, num_pages, page_size, decoder.kv_dtype, num_host_pages, share_host=share_host)
         self.attention = attention_for(decoder, self.cache)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.adapters = ResidentAdapters(max_running)

@@ -65,7 +65,10 @@ class DecoderModel(Protocol):
     def shard(self) -> Shard: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...  # of the KV cache
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def kv_dtype(self) -> torch.dtype: ...
 
     @property
     def precision(self) -> str: ...  # of the weights, for humans
@@ -193,7 +196,8 @@ class CpuModel:
 
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.dtype == torch.float32 and decoder.device.type == "cpu", "made for float32 on the CPU"
-        self.spec, self.dtype, self.precision = decoder.spec, decoder.dtype, decoder.precision
+        self.spec, self.dtype, self.kv_dtype = decoder.spec, decoder.dtype, decoder.kv_dtype
+        self.precision = decoder.precision
         self.whole_spec, self.group = decoder.whole_spec, decoder.group
         self.stages, self.shard = decoder.stages, decoder.shard
         self._embedding = decoder.embedding

@@ -256,6 +256,68 @@ INLINE vf exp_(vf x) {
     return choose(tiny, splat(0.0f), p * scale);
 }
 
+/* The first of LANES numbers, then zeros. */
+INLINE vf load_first(const float *p, int64_t count) {
+    if (count >= LANES) return load(p);
+    vf v = {0};
+    if (count > 0) memcpy(&v, p, count * sizeof(float));
+    return v;
+}
+
+INLINE void store_first(float *p, vf v, int64_t count) {
+    if (count >= LANES) store(p, v);
+    else if (count > 0) memcpy(p, &v, count * sizeof(float));
+}
+
+/* 2 * LANES numbers in bfloat16, zeros after `count`: their even ones are the lower halves, their odd ones the upper. */
+INLINE vi load_halves(const uint16_t *p, int64_t count) {
+    vi v;
+    if (__builtin_expect(count >= 2 * LANES, 1)) {
+        memcpy(&v, p, sizeof v);
+        return v;
+    }
+    vi some = {0};
+    memcpy(&some, p, count * sizeof(uint16_t));
+    return some;
+}
+INLINE vf even_of(vi halves) { return (vf)(halves << 16); }
+INLINE vf odd_of(vi halves) { return (vf)(halves & (int32_t)0xffff0000); }
+
+/* The nearest bfloat16, in the upper 16 bits. NaN stays NaN. */
+INLINE uint32_t rounded_half(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1);
+}
+INLINE void halve(const float *x, int64_t count, uint16_t *to) {
+    for (int64_t i = 0; i < count; i++) to[i] = rounded_half(x[i]) >> 16;
+}
+
+/* Lane l of the result is lane from[l] of a, then of b. */
+#define FROM(a, b, index) ({ vi from_; for (int l = 0; l < LANES; l++) from_[l] = (index); __builtin_shuffle(a, b, from_); })
+
+/* Lane l: the sum of all lanes of v[l]. */
+INLINE vf sum_lanes(vf v[LANES]) {
+#pragma GCC unroll 4
+    for (int width = 1; width < LANES; width *= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i += 2 * width)
+            v[i] = FROM(v[i], v[i + width], l & width ? l - width + LANES : l) +
+                   FROM(v[i], v[i + width], l & width ? l + LANES : l + width);
+    return v[0];
+}
+
+INLINE float largest_lane(vf v) {
+#pragma GCC unroll 4
+    for (int width = 1; width < LANES; width *= 2) v = larger(FROM(v, v, l ^ width), v);
+    return v[0];
+}
+INLINE float lane_sum(vf v) {
+#pragma GCC unroll 4
+    for (int width = 1; width < LANES; width *= 2) v += FROM(v, v, l ^ width);
+    return v[0];
+}
+
 /* ---------------------------------------------------------------- tiles
 
    A tile is a register of 16 rows with 64 bytes each. tile_dot(c, a, b): c[16 rows][16] += a[16 rows][32] times b, whose
@@ -324,15 +386,13 @@ static void tile_dot(int c, int a, int b) {
                     half_value(registers[a].h[row][k]) * half_value(registers[b].h[k / 2][2 * column + k % 2]);
 }
 
-/* In the upper 16 bits. */
-static vi rounded_half(vf x) {
-    vi bits = (vi)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
-    return (vi)choose(x == x, (vf)rounded, (vf)(bits | 0x400000)) & (int32_t)0xffff0000;
+static vi pairs(vf low, vf high) {
+    vi both;
+    for (int l = 0; l < LANES; l++) both[l] = rounded_half(low[l]) >> 16 | (rounded_half(high[l]) & 0xffff0000);
+    return both;
 }
-static vi pairs(vf low, vf high) { return (rounded_half(low) >> 16 & 0xffff) | rounded_half(high); }
 static void store_halves(uint16_t *to, vf first, vf second) {
-    for (int l = 0; l < LANES; l++)
-        to[l] = (uint32_t)rounded_half(first)[l] >> 16, to[16 + l] = (uint32_t)rounded_half(second)[l] >> 16;
+    for (int l = 0; l < LANES; l++) to[l] = rounded_half(first[l]) >> 16, to[16 + l] = rounded_half(second[l]) >> 16;
 }
 #else
 #define TILES 0
@@ -345,24 +405,14 @@ static void end_tiles(void) {}
 /* 16 rows of 16 numbers in place. */
 INLINE void transpose_tile(vi rows[16]) {
 #pragma GCC unroll 4
-    for (int width = 1; width < 16; width *= 2) {
-        vi upper, lower;
-        for (int l = 0; l < 16; l++) upper[l] = l & width ? l - width + 16 : l, lower[l] = l & width ? l + 16 : l + width;
+    for (int width = 1; width < 16; width *= 2)
 #pragma GCC unroll 16
         for (int i = 0; i < 16; i++) {
             if (i & width) continue;
             vi a = rows[i], b = rows[i + width];
-            rows[i] = __builtin_shuffle(a, b, upper), rows[i + width] = __builtin_shuffle(a, b, lower);
+            rows[i] = FROM(a, b, l & width ? l - width + LANES : l);
+            rows[i + width] = FROM(a, b, l & width ? l + LANES : l + width);
         }
-    }
-}
-
-/* The first of LANES numbers, then zeros. */
-INLINE vf load_first(const float *p, int64_t count) {
-    if (count >= LANES) return load(p);
-    vf v = {0};
-    if (count > 0) memcpy(&v, p, count * sizeof(float));
-    return v;
 }
 #endif
 
@@ -765,7 +815,7 @@ typedef struct { /* see engine/cpu/inputs.py */
     int64_t num_decode_rows; /* the first ones; the tokens of the others are computed with tiles */
     const int64_t *positions, *kv_indices, *starts, *lengths, *offsets;
     const int32_t *pages;
-    float *const *keys, *const *values; /* by layer: [positions of the KV cache, KV heads, head_dim] */
+    uint16_t *const *keys, *const *values; /* by layer, in bfloat16: [positions of the KV cache, KV heads, head_dim] */
     float *x;                           /* [tokens, hidden]: in and out */
     uint8_t *scratch;                   /* scratch_bytes() */
     int64_t num_threads;
@@ -798,7 +848,8 @@ INLINE int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_h
 
 /* Queries of a task, at most, and the floats of their partial result: outputs, then maxima, then totals. */
 INLINE int64_t max_queries(const Model *m) { return QUERIES * m->num_heads; }
-INLINE int64_t partial_size(const Model *m) { return max_queries(m) * (m->head_dim + 2); }
+INLINE int64_t width_of(const Model *m) { return (m->head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
+INLINE int64_t partial_size(const Model *m) { return max_queries(m) * (width_of(m) + 2); }
 
 /* Tokens of a TileTask: those of at most 8 tiles of 16 queries, so that few threads have even work. */
 INLINE int64_t tile_tokens(const Model *m) {
@@ -857,137 +908,110 @@ int64_t scratch_bytes(const Model *model, const Batch *batch) {
     return lay_out(model, batch, (uint8_t *)64, &unused);
 }
 
-/* to[size, KEYS] = the keys by dimension, zeros after the last. */
-INLINE void transpose(const float *const *keys, int count, int64_t size, float *to) {
-    typedef float v4 __attribute__((vector_size(16)));
-    typedef int32_t i4 __attribute__((vector_size(16)));
-    int j = 0;
-    for (; j + 4 <= count; j += 4) {
-        int64_t d = 0;
-        for (; d + 4 <= size; d += 4) {
-            v4 row[4], pair[4];
-            for (int i = 0; i < 4; i++) memcpy(row + i, keys[j + i] + d, 16);
-            for (int i = 0; i < 4; i += 2) {
-                pair[i] = __builtin_shuffle(row[i], row[i + 1], (i4){0, 4, 1, 5});
-                pair[i + 1] = __builtin_shuffle(row[i], row[i + 1], (i4){2, 6, 3, 7});
-            }
-            for (int i = 0; i < 2; i++) {
-                v4 first = __builtin_shuffle(pair[i], pair[i + 2], (i4){0, 1, 4, 5});
-                v4 second = __builtin_shuffle(pair[i], pair[i + 2], (i4){2, 3, 6, 7});
-                memcpy(to + (d + 2 * i) * KEYS + j, &first, 16);
-                memcpy(to + (d + 2 * i + 1) * KEYS + j, &second, 16);
-            }
-        }
-        for (; d < size; d++)
-            for (int i = 0; i < 4; i++) to[d * KEYS + j + i] = keys[j + i][d];
-    }
-    for (; j < KEYS; j++)
-        for (int64_t d = 0; d < size; d++) to[d * KEYS + j] = j < count ? keys[j][d] : 0;
-}
-
-/* Scores of KEYS keys[size, KEYS] for N queries[N, size]. */
-INLINE void scores_of(const float *queries, const float *keys, int64_t size, const int N, float scores[][KEYS]) {
-    vf acc[TOGETHER][KEYS / LANES];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++)
-#pragma GCC unroll 8
-        for (int v = 0; v < KEYS / LANES; v++) acc[n][v] = (vf){0};
-    for (int64_t d = 0; d < size; d++)
-#pragma GCC unroll 8
-        for (int v = 0; v < KEYS / LANES; v++) {
-            vf key = load(keys + d * KEYS + v * LANES);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++) acc[n][v] = fma_(splat(queries[n * size + d]), key, acc[n][v]);
-        }
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++)
-#pragma GCC unroll 8
-        for (int v = 0; v < KEYS / LANES; v++) store(scores[n] + v * LANES, acc[n][v]);
-}
-
-/* U vectors, from d on, of out[N, size] = out * factor + the sum of weights[j] * values[j], j from first to last. */
-INLINE void add_columns(float *out, const float *factors, float weights[][KEYS], const float *const *values, int first,
-                        int last, int64_t size, int64_t d, const int N, const int U) {
-    vf acc[TOGETHER][8];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++)
-#pragma GCC unroll 8
-        for (int u = 0; u < U; u++) acc[n][u] = load(out + n * size + d + u * LANES) * splat(factors[n]);
-    for (int j = first; j <= last; j++)
-#pragma GCC unroll 8
-        for (int u = 0; u < U; u++) {
-            vf value = load(values[j] + d + u * LANES);
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++) acc[n][u] = fma_(splat(weights[n][j]), value, acc[n][u]);
-        }
-#pragma GCC unroll 4
-    for (int n = 0; n < N; n++)
-#pragma GCC unroll 8
-        for (int u = 0; u < U; u++) store(out + n * size + d + u * LANES, acc[n][u]);
-}
-
-INLINE void add_values(float *out, const float *factors, float weights[][KEYS], const float *const *values, int first,
-                       int last, int64_t size, const int N) {
-    enum { VECTORS = LANES == 4 ? 8 : 4 }; /* as many as the registers hold, of at most 64 columns */
-    int64_t d = 0;
-    for (; d + VECTORS * LANES <= size; d += VECTORS * LANES)
-        add_columns(out, factors, weights, values, first, last, size, d, N, VECTORS);
-    for (; d + LANES <= size; d += LANES) add_columns(out, factors, weights, values, first, last, size, d, N, 1);
-    for (; d < size; d++)
-        for (int n = 0; n < N; n++) {
-            float total = out[n * size + d] * factors[n];
-            for (int j = first; j <= last; j++) total += weights[n][j] * values[j][d];
-            out[n * size + d] = total;
-        }
-}
-
-typedef struct {                         /* of the queries of a task, by head and then by token */
-    float *queries, *out, *top, *totals; /* [queries, size] twice, [queries] twice; top: the largest score so far */
-    int64_t size, window, first, tokens; /* first: position of the first token */
+typedef struct { /* of the queries of a task, by head and then by token */
+    /* [queries, width] twice, [queries] twice; top: the largest score so far. The order of dimensions is that of
+       load_halves: of each 2 * LANES first the even ones. */
+    float *queries, *out, *top, *totals;
+    int64_t size, width, window, first, tokens; /* first: position of the first token */
     float cap;
 } Attention;
 
+/* Scores of the keys from `first` on, LANES of them, for queries i to i + N - 1. */
+INLINE void scores_of(const Attention *a, int64_t i, const int N, const uint16_t *const *keys, int first,
+                      float scores[][KEYS]) {
+    vf sums[TOGETHER][LANES];
+    const float *queries = a->queries + i * a->width;
+#pragma GCC unroll 2
+    for (int j = 0; j < LANES; j++) {
+        vf acc[TOGETHER];
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) acc[n] = (vf){0};
+        for (int64_t d = 0; d < a->size; d += 2 * LANES) {
+            vi key = load_halves(keys[first + j] + d, a->size - d);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                const float *query = queries + n * a->width + d;
+                acc[n] = fma_(odd_of(key), load(query + LANES), fma_(even_of(key), load(query), acc[n]));
+            }
+        }
+#pragma GCC unroll 4
+        for (int n = 0; n < N; n++) sums[n][j] = acc[n];
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) store(scores[n] + first, sum_lanes(sums[n]));
+}
+
+/* 2 * LANES * U columns, from d on, of out = out * factor + the sum of weights[j] * values[j], j from first to last, of
+   queries i to i + N - 1. */
+INLINE void add_columns(const Attention *a, int64_t i, const float *factors, float weights[][KEYS],
+                        const uint16_t *const *values, int first, int last, int64_t d, const int N, const int U) {
+    vf acc[TOGETHER][4];
+    float *out = a->out + i * a->width + d;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int u = 0; u < 2 * U; u++) acc[n][u] = load(out + n * a->width + u * LANES) * splat(factors[n]);
+    for (int j = first; j <= last; j++)
+#pragma GCC unroll 2
+        for (int u = 0; u < U; u++) {
+            vi value = load_halves(values[j] + d + u * 2 * LANES, a->size - d - u * 2 * LANES);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) {
+                vf weight = splat(weights[n][j]);
+                acc[n][2 * u] = fma_(weight, even_of(value), acc[n][2 * u]);
+                acc[n][2 * u + 1] = fma_(weight, odd_of(value), acc[n][2 * u + 1]);
+            }
+        }
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++)
+#pragma GCC unroll 4
+        for (int u = 0; u < 2 * U; u++) store(out + n * a->width + u * LANES, acc[n][u]);
+}
+
 /* Adds the keys from position `base` on to queries i to i + N - 1. */
-INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, int num, const float *keys,
-                     const float *const *values) {
-    float scores[TOGETHER][KEYS], weights[TOGETHER][KEYS], factors[TOGETHER];
+INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, int num, const uint16_t *const *keys,
+                     const uint16_t *const *values) {
+    float scores[TOGETHER][KEYS], weights[TOGETHER][KEYS], sums[TOGETHER] = {0}, before[LANES] = {0}, top[LANES] = {0};
     int first = KEYS, last = -1;
-    scores_of(a->queries + i * a->size, keys, a->size, N, scores);
+    for (int j = 0; j < num; j += LANES) scores_of(a, i, N, keys, j, scores);
     for (int n = 0; n < N; n++) {
         int64_t position = a->first + (i + n) % a->tokens;
         int newest = (int)(position - base < num - 1 ? position - base : num - 1); /* that this query sees */
         int oldest = a->window && position - a->window >= base ? (int)(position - a->window - base) + 1 : 0;
+        before[n] = top[n] = a->top[i + n];
+        if (oldest > newest) {
+            if (before[n] == -INFINITY) before[n] = top[n] = 0;
+            for (int j = 0; j < KEYS; j++) weights[n][j] = 0;
+            continue;
+        }
         if (a->cap > 0)
             for (int j = 0; j < num; j++) scores[n][j] = a->cap * tanhf(scores[n][j] / a->cap);
         if (oldest > 0 || newest < KEYS - 1)
             for (int j = 0; j < KEYS; j++) scores[n][j] = j >= oldest && j <= newest ? scores[n][j] : -INFINITY;
         vf most = load(scores[n]), sum = {0};
         for (int v = 1; v < KEYS / LANES; v++) most = larger(load(scores[n] + v * LANES), most);
-        float before = a->top[i + n], largest = before, total = 0;
-        for (int l = 0; l < LANES; l++) largest = most[l] > largest ? most[l] : largest;
-        if (largest == -INFINITY) largest = 0; /* no key is visible yet, or all scores are NaN */
+        float largest = largest_lane(most);
+        a->top[i + n] = top[n] = largest > before[n] ? largest : before[n];
         for (int v = 0; v < KEYS / LANES; v++) {
-            vf weight = exp_(load(scores[n] + v * LANES) - splat(largest));
+            vf weight = exp_(load(scores[n] + v * LANES) - splat(top[n]));
             store(weights[n] + v * LANES, weight);
             sum += weight;
         }
-        for (int l = 0; l < LANES; l++) total += sum[l];
-        factors[n] = before == -INFINITY ? 0 : exp_(splat(before - largest))[0];
-        if (oldest <= newest) {
-            a->totals[i + n] = a->totals[i + n] * factors[n] + total;
-            a->top[i + n] = largest;
-            first = oldest < first ? oldest : first;
-            last = newest > last ? newest : last;
-        } else {
-            factors[n] = 1;
-        }
+        sums[n] = lane_sum(sum);
+        first = oldest < first ? oldest : first;
+        last = newest > last ? newest : last;
     }
-    add_values(a->out + i * a->size, factors, weights, values, first, last, a->size, N);
+    float factors[LANES];
+    store(factors, exp_(load(before) - load(top)));
+    for (int n = 0; n < N; n++) a->totals[i + n] = a->totals[i + n] * factors[n] + sums[n];
+    int64_t d = 0;
+    for (; d + 4 * LANES <= a->width; d += 4 * LANES) add_columns(a, i, factors, weights, values, first, last, d, N, 2);
+    if (d < a->width) add_columns(a, i, factors, weights, values, first, last, d, N, 1);
 }
 
 static void clear(const Attention *a, int64_t count) {
     for (int64_t i = 0; i < count; i++) a->top[i] = -INFINITY, a->totals[i] = 0;
-    memset(a->out, 0, count * a->size * sizeof(float));
+    memset(a->out, 0, count * a->width * sizeof(float));
 }
 
 /* Attention to the positions of one chunk, from nothing. */
@@ -996,8 +1020,7 @@ static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int
     int64_t size = m->head_dim, per_head = m->num_heads / m->num_kv_heads * a->tokens, stride = m->num_kv_heads * size;
     int64_t end = a->first + a->tokens < (chunk + 1) * CHUNK ? a->first + a->tokens : (chunk + 1) * CHUNK;
     int64_t oldest = a->window && a->first - a->window + 1 > 0 ? a->first - a->window + 1 : 0, base = chunk * CHUNK;
-    float by_dimension[size * KEYS];
-    const float *keys[KEYS], *values[KEYS];
+    const uint16_t *keys[KEYS], *values[KEYS];
     clear(a, m->num_heads * a->tokens);
     for (; base < end; base += KEYS) {
         int num = (int)(end - base < KEYS ? end - base : KEYS);
@@ -1008,26 +1031,32 @@ static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int
                 int64_t at = (page * b->page_size + position % b->page_size) * stride + head * size;
                 keys[j] = b->keys[index] + at, values[j] = b->values[index] + at;
             }
-            transpose(keys, num, size, by_dimension);
+            for (int j = num; j < KEYS; j++) keys[j] = keys[0]; /* hidden from all queries */
             int64_t i = head * per_head, last = i + per_head;
-            for (; i + TOGETHER <= last; i += TOGETHER) add_keys(a, i, TOGETHER, base, num, by_dimension, values);
-            for (; i + 2 <= last; i += 2) add_keys(a, i, 2, base, num, by_dimension, values);
-            if (i < last) add_keys(a, i, 1, base, num, by_dimension, values);
+            for (; i + TOGETHER <= last; i += TOGETHER) add_keys(a, i, TOGETHER, base, num, keys, values);
+            if (TOGETHER > 3 && i + 3 <= last) add_keys(a, i, 3, base, num, keys, values), i += 3;
+            for (; i + 2 <= last; i += 2) add_keys(a, i, 2, base, num, keys, values);
+            if (i < last) add_keys(a, i, 1, base, num, keys, values);
         }
     }
 }
 
 /* Merges the result over the positions of a chunk into that over the positions before. */
 static void merge(const Attention *to, const Attention *chunk, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        if (chunk->top[i] == -INFINITY) continue;
-        float largest = chunk->top[i] > to->top[i] ? chunk->top[i] : to->top[i];
-        float old = exp_(splat(to->top[i] - largest))[0], new = exp_(splat(chunk->top[i] - largest))[0];
-        to->totals[i] = to->totals[i] * old + chunk->totals[i] * new;
-        to->top[i] = largest;
-        float *out = to->out + i * to->size;
-        const float *more = chunk->out + i * to->size;
-        for (int64_t d = 0; d < to->size; d++) out[d] = out[d] * old + more[d] * new;
+    for (int64_t first = 0; first < count; first += LANES) {
+        int64_t num = count - first < LANES ? count - first : LANES;
+        vf before = load_first(to->top + first, num), top = load_first(chunk->top + first, num);
+        vf largest = larger(top, before), finite = choose(largest == splat(-INFINITY), splat(0), largest);
+        vf old = exp_(before - finite), new = exp_(top - finite);
+        for (int64_t l = 0; l < num; l++) {
+            int64_t i = first + l;
+            to->totals[i] = to->totals[i] * old[l] + chunk->totals[i] * new[l];
+            to->top[i] = largest[l];
+            float *out = to->out + i * to->width;
+            const float *more = chunk->out + i * to->width;
+            for (int64_t d = 0; d < to->width; d += LANES)
+                store(out + d, load(out + d) * splat(old[l]) + load(more + d) * splat(new[l]));
+        }
     }
 }
 
@@ -1035,7 +1064,12 @@ static void merge(const Attention *to, const Attention *chunk, int64_t count) {
 static void write_result(const Model *m, const Scratch *s, const Attention *a, int64_t token) {
     for (int64_t i = 0; i < m->num_heads * a->tokens; i++) {
         float *to = s->attended + ((token + i % a->tokens) * m->num_heads + i / a->tokens) * a->size;
-        for (int64_t d = 0; d < a->size; d++) to[d] = a->out[i * a->size + d] / a->totals[i];
+        vf total = splat(a->totals[i]);
+        for (int64_t d = 0; d < a->size; d += 2 * LANES) {
+            vf even = load(a->out + i * a->width + d) / total, odd = load(a->out + i * a->width + d + LANES) / total;
+            store_first(to + d, FROM(even, odd, l / 2 + (l & 1) * LANES), a->size - d);
+            store_first(to + d + LANES, FROM(even, odd, (l + LANES) / 2 + (l & 1) * LANES), a->size - d - LANES);
+        }
     }
 }
 
@@ -1045,9 +1079,9 @@ INLINE int64_t tokens_of(const Batch *b, const Task *task) {
 }
 
 INLINE Attention in_partial(const Model *m, const Batch *b, const Scratch *s, const Task *task) {
-    float *out = s->partials + task->partial * partial_size(m), *top = out + max_queries(m) * m->head_dim;
+    float *out = s->partials + task->partial * partial_size(m), *top = out + max_queries(m) * width_of(m);
     return (Attention){.out = out, .top = top, .totals = top + max_queries(m), .size = m->head_dim,
-                       .tokens = tokens_of(b, task)};
+                       .width = width_of(m), .tokens = tokens_of(b, task)};
 }
 
 /* One task of attention: writes its partial result, or the result if it is not divided by chunks. */
@@ -1055,21 +1089,26 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
                    const Task *task) {
     int64_t size = m->head_dim, tokens = tokens_of(b, task), count = m->num_heads * tokens, stride = qkv_size(m);
     int64_t token = b->offsets[task->row] + task->first, start = b->starts[task->row] + task->first;
-    float queries[count * size], own[task->chunk < 0 ? count * (size + 2) : 1];
+    int64_t width = width_of(m);
+    float queries[count * width], own[task->chunk < 0 ? count * (width + 2) : 1];
     for (int64_t i = 0; i < count; i++) {
         const float *q = s->qkv + (token + i % tokens) * stride + i / tokens * size;
-        for (int64_t d = 0; d < size; d++) queries[i * size + d] = q[d] * m->scale;
+        for (int64_t d = 0; d < width; d += 2 * LANES) {
+            vf first = load_first(q + d, size - d), second = load_first(q + d + LANES, size - d - LANES);
+            store(queries + i * width + d, FROM(first, second, 2 * l) * splat(m->scale));
+            store(queries + i * width + d + LANES, FROM(first, second, 2 * l + 1) * splat(m->scale));
+        }
     }
-    Attention part = {queries, own, own + count * size, own + count * (size + 1), size, layer->window, start, tokens,
-                      m->score_cap};
+    Attention part = {queries, own, own + count * width, own + count * (width + 1), size, width, layer->window, start,
+                      tokens, m->score_cap};
     if (task->chunk >= 0) {
         Attention place = in_partial(m, b, s, task);
         part.out = place.out, part.top = place.top, part.totals = place.totals;
         attend_chunk(m, b, &part, index, task->row, task->chunk);
         return;
     }
-    float out[count * size], top[count], totals[count];
-    Attention all = {NULL, out, top, totals, size, 0, 0, tokens, 0};
+    float out[count * width], top[count], totals[count];
+    Attention all = {NULL, out, top, totals, size, width, 0, 0, tokens, 0};
     clear(&all, count);
     for (int64_t chunk = 0; chunk * CHUNK < start + tokens; chunk++) {
         attend_chunk(m, b, &part, index, task->row, chunk);
@@ -1080,10 +1119,10 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
 
 /* The result of a block of tokens from those of its chunks, of which `task` is the first. */
 static void attend_merged(const Model *m, const Batch *b, const Scratch *s, const Task *task, const Task *end) {
-    int64_t size = m->head_dim, tokens = tokens_of(b, task), count = m->num_heads * tokens;
+    int64_t size = m->head_dim, width = width_of(m), tokens = tokens_of(b, task), count = m->num_heads * tokens;
     int64_t token = b->offsets[task->row] + task->first;
-    float out[count * size], top[count], totals[count];
-    Attention all = {NULL, out, top, totals, size, 0, 0, tokens, 0};
+    float out[count * width], top[count], totals[count];
+    Attention all = {NULL, out, top, totals, size, width, 0, 0, tokens, 0};
     clear(&all, count);
     for (const Task *one = task; one < end && one->row == task->row && one->first == task->first; one++) {
         Attention part = in_partial(m, b, s, one);
@@ -1130,29 +1169,35 @@ static void attend_tiles(const Model *m, const Layer *layer, const Batch *b, con
     int64_t end = start + tokens, oldest = layer->window && start >= layer->window ? start - layer->window + 1 : 0;
     for (int64_t base = oldest / CHUNK * CHUNK; base < end; base += CHUNK) {
         int64_t num = end - base < CHUNK ? end - base : CHUNK;
-        const float *key_rows[CHUNK], *value_rows[CHUNK];
-        for (int64_t j = 0; j < CHUNK; j++) {
-            int64_t position = base + (j < num ? j : 0);
-            int64_t page = b->pages[task->row * b->num_pages + position / b->page_size];
+        const uint16_t *key_rows[CHUNK], *value_rows[CHUNK];
+        for (int64_t j = 0; j < num; j++) {
+            int64_t position = base + j, page = b->pages[task->row * b->num_pages + position / b->page_size];
             int64_t at = ((page * b->page_size + position % b->page_size) * m->num_kv_heads + task->head) * size;
             key_rows[j] = b->keys[index] + at, value_rows[j] = b->values[index] + at;
         }
         for (int64_t j = 0; j < CHUNK; j++)
             for (int64_t step = 0; step < steps; step++) {
-                int64_t rest = j < num ? size - step * 32 : 0;
-                const float *at = key_rows[j] + step * 32;
-                store_halves(keys + ((j / 16 * steps + step) * 16 + j % 16) * 32, load_first(at, rest),
-                             load_first(at + 16, rest - 16));
+                vi key = j < num ? load_halves(key_rows[j] + step * 32, size - step * 32) : (vi){0};
+                memcpy(keys + ((j / 16 * steps + step) * 16 + j % 16) * 32, &key, sizeof key);
             }
-        for (int64_t d = 0; d < dims; d++)
-            for (int64_t half = 0; half < CHUNK / 32; half++) {
+        for (int64_t half = 0; half < CHUNK / 32; half++)
+            for (int64_t d = 0; d < size; d += 32) { /* pairs of positions, of even and of odd dimensions */
+                vi even[16], odd[16], low[16], high[16];
                 for (int64_t i = 0; i < 16; i++) {
-                    int64_t j = half * 32 + 2 * i, rest = size - d * 16;
-                    rows[i] = pairs(load_first(value_rows[j] + d * 16, j < num ? rest : 0),
-                                    load_first(value_rows[j + 1] + d * 16, j + 1 < num ? rest : 0));
+                    int64_t j = half * 32 + 2 * i;
+                    vi one = j < num ? load_halves(value_rows[j] + d, size - d) : (vi){0};
+                    vi two = j + 1 < num ? load_halves(value_rows[j + 1] + d, size - d) : (vi){0};
+                    even[i] = (one & 0xffff) | two << 16;
+                    odd[i] = (one >> 16 & 0xffff) | (two & (int32_t)0xffff0000);
                 }
-                transpose_tile(rows);
-                memcpy(values + (d * (CHUNK / 32) + half) * HALVES, rows, sizeof rows);
+                transpose_tile(even);
+                transpose_tile(odd);
+                for (int i = 0; i < 8; i++) {
+                    low[2 * i] = even[i], low[2 * i + 1] = odd[i];
+                    high[2 * i] = even[8 + i], high[2 * i + 1] = odd[8 + i];
+                }
+                memcpy(values + (d / 16 * (CHUNK / 32) + half) * HALVES, low, sizeof low);
+                if (d + 16 < size) memcpy(values + ((d / 16 + 1) * (CHUNK / 32) + half) * HALVES, high, sizeof high);
             }
         /* Whether some queries do not see some of these positions. */
         int hides = base + CHUNK - 1 > start || (layer->window && base <= end - 1 - layer->window);
@@ -1321,9 +1366,9 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
             if (layer->qk_norm && !m->full_qk_norm) norm_row(one, layer->qk_norm + h * size, size, m->eps, one);
             if (layer->rope) rotate(one, layer->rope + b->positions[t] * size, size);
         }
-        int64_t at = b->kv_indices[t] * m->num_kv_heads * size, bytes = m->num_kv_heads * size * sizeof(float);
-        memcpy(b->keys[index] + at, keys, bytes);
-        memcpy(b->values[index] + at, heads + num_qk * size, bytes);
+        int64_t at = b->kv_indices[t] * m->num_kv_heads * size;
+        halve(keys, m->num_kv_heads * size, b->keys[index] + at);
+        halve(heads + num_qk * size, m->num_kv_heads * size, b->values[index] + at);
     }
     wait_for_all(thread);
     for (int64_t task = thread->index; task < s->num_tasks; task += thread->count) /* the longest are first */

@@ -108,7 +108,8 @@ class NativeAdapter(LoraWeights):
 
 
 class QuantisedModel:
-    dtype = torch.float32  # of the KV cache, and of all that is not a matrix
+    dtype = torch.float32  # of all that is not a matrix
+    kv_dtype = torch.bfloat16
     group = None
     stages = None
     shard = WHOLE_MODEL

@@ -37,7 +37,7 @@ class StageRunner:
         num_host_pages: int = 0,
     ) -> None:
         self.decoder, self.pipe = decoder, pipe
-        self.cache = KVCache(decoder.spec, num_pages, page_size, decoder.dtype, num_host_pages)
+        self.cache = KVCache(decoder.spec, num_pages, page_size, decoder.kv_dtype, num_host_pages)
         self._attention = CpuAttention(self.cache, decoder.spec)
         self._tables = SlotTables(max_running, max_row_tokens, page_size)
         self.adapters = ResidentAdapters(max_running)
