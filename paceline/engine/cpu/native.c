@@ -486,9 +486,9 @@ void pack(const int8_t *values, const float *scales, const float *offsets, int64
 
 #define SUM(r) (WORDS ? (r) % M : (r))
 
-/* TILE channels of M rows of x. */
+/* TILE channels of M rows of x. next: NULL, or bytes to prefetch meanwhile, `next_bytes` for each group. */
 INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, const int M, const int bits,
-                         vf out[ROWS][VECS]) {
+                         const uint8_t *next, int64_t next_bytes, vf out[ROWS][VECS]) {
     const int64_t groups = x->columns / GROUP;
     const int8_t *high = x->high + row * x->columns, *low = x->low + row * x->columns;
     const float *scales = x->scales + row * groups, *sums = x->sums + row * groups;
@@ -496,6 +496,8 @@ INLINE void tile_product(const uint8_t *tile, const Rounded *x, int64_t row, con
     for (int r = 0; r < M; r++)
         for (int v = 0; v < VECS; v++) total[r][v] = (vf){0};
     for (int64_t g = 0; g < groups; g++, tile += block_bytes(bits), high += GROUP, low += GROUP) {
+        if (next)
+            for (const uint8_t *end = next + next_bytes; next < end; next += 64) __builtin_prefetch(next, 0, 2);
         const uint8_t *w = tile + TILE * 4;
         Inputs inputs[2 * ROWS]; /* the high parts of all rows, then the low parts */
         vi acc[2 * ROWS][VECS];  /* with WORDS both parts of a row have one sum */
@@ -551,9 +553,9 @@ static void expand(const uint8_t *tile, int64_t groups, uint8_t *out) {
 
 /* Channels first to first + TILE - 1 of M rows of y = x W' + bias, or y + that. */
 INLINE void product_rows(const Matrix *w, const uint8_t *tile, int64_t first, const Rounded *x, int64_t row,
-                         const int M, const int bits, float *y, int add) {
+                         const int M, const int bits, const uint8_t *next, float *y, int add) {
     vf out[ROWS][VECS];
-    tile_product(tile, x, row, M, bits, out);
+    tile_product(tile, x, row, M, bits, next, block_bytes(w->bits), out);
     int64_t count = w->rows - first < TILE ? w->rows - first : TILE;
     for (int r = 0; r < M; r++) {
         float *target = y + (row + r) * w->rows + first;
@@ -585,15 +587,19 @@ static void product(const Thread *thread, const Matrix *w, const Rounded *x, int
     for (int64_t t = part.first; t < part.end; t++) {
         const uint8_t *tile = w->data + t * groups * block_bytes(w->bits);
         int64_t row = 0;
+        /* The next tile is read while the last rows of this one are computed, if that does not read this one. */
+        const uint8_t *after = rows > ROWS && t + 1 < part.end ? tile + groups * block_bytes(w->bits) : NULL;
+#define NEXT(count) (row + (count) == rows ? after : NULL)
         if (expands) expand(tile, groups, expanded);
         if (w->bits == 4 && !expands) {
-            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 4, y, add);
-            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 4, y, add);
+            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 4, NEXT(ROWS), y, add);
+            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 4, NEXT(1), y, add);
         } else {
             if (expands) tile = expanded;
-            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 8, y, add);
-            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, y, add);
+            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 8, NEXT(ROWS), y, add);
+            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, NEXT(1), y, add);
         }
+#undef NEXT
     }
 }
 
