@@ -60,13 +60,14 @@ class Sampler:
             adjust_row(logits[row].numpy(), tokens[slots[row], : positions[row]], by)
         if masks is not None:
             logits.masked_fill_(~masks, -torch.inf)
-        finite = logits.amax(dim=-1).isfinite()
+        best: Rows = logits.numpy().argmax(axis=-1)  # a tenth of the time of torch's; NaN counts as the largest
+        finite = np.isfinite(logits.numpy()[np.arange(len(best)), best])
         if not finite.all():
             # These rows are sampled from equal logits, so that the others can be sampled in the same call.
-            found = self._choose(logits.masked_fill(~finite[:, None], 0.0), slots, positions)
-            found[~finite.numpy()] = NO_TOKEN
+            found = self._choose(logits.masked_fill(torch.from_numpy(~finite)[:, None], 0.0), best, slots, positions)
+            found[~finite] = NO_TOKEN
             return found
-        return self._choose(logits, slots, positions)
+        return self._choose(logits, best, slots, positions)
 
     def needs_all_logits(self, slots: Rows) -> npt.NDArray[np.bool_]:
         """Rows whose token depends on more than the largest of logits plus noise: they have a filter or adjustments."""
@@ -88,15 +89,15 @@ class Sampler:
             scores[at] = scores[at] / temperature + gumbel(keys, tokens)
         return scores
 
-    def _choose(self, logits: Tensor, slots: Rows, positions: Rows) -> Rows:
+    def _choose(self, logits: Tensor, best: Rows, slots: Rows, positions: Rows) -> Rows:
+        """best: the tokens with the largest logits."""
         hot = self._temperature[slots] > 0
         if not hot.any():
-            found: Rows = logits.argmax(dim=-1).numpy()
-            return found
+            return best
         if hot.all():
             return self._draw(logits, slots, positions)
         found = np.empty(len(slots), np.int64)
-        found[~hot] = logits[torch.from_numpy(~hot)].argmax(dim=-1).numpy()
+        found[~hot] = best[~hot]
         found[hot] = self._draw(logits[torch.from_numpy(hot)], slots[hot], positions[hot])
         return found
 
