@@ -1020,29 +1020,65 @@ static void clear(const Attention *a, int64_t count) {
     memset(a->out, 0, count * a->width * sizeof(float));
 }
 
+INLINE int64_t tokens_of(const Batch *b, const Task *task) {
+    int64_t rest = b->lengths[task->row] - task->first;
+    return rest < QUERIES ? rest : QUERIES;
+}
+
+/* The first position of a chunk that these tokens of a row read, and the one after the last. */
+INLINE Part positions_of(int64_t first, int64_t tokens, int64_t window, int64_t chunk) {
+    int64_t end = first + tokens, oldest = window ? first - window + 1 : 0;
+    Part part = {chunk * CHUNK, (chunk + 1) * CHUNK < end ? (chunk + 1) * CHUNK : end};
+    if (oldest > part.first) part.first = oldest / KEYS * KEYS;
+    return part;
+}
+
+/* Positions from `position` on that are next to each other in the KV cache. at: the first key, and the first value. */
+INLINE int64_t run_of(const Model *m, const Batch *b, int64_t row, int64_t position, int64_t end, int64_t *at) {
+    int64_t in_page = position % b->page_size, page = b->pages[row * b->num_pages + position / b->page_size];
+    *at = (page * b->page_size + in_page) * m->num_kv_heads * m->head_dim;
+    return b->page_size - in_page < end - position ? b->page_size - in_page : end - position;
+}
+
+INLINE void prefetch(const void *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const uint8_t *)from + i, 0, 2);
+}
+
+static void prefetch_chunk(const Model *m, const Layer *layer, const Batch *b, int64_t index, const Task *task,
+                           int64_t chunk) {
+    int64_t row = task->row;
+    Part part = positions_of(b->starts[row] + task->first, tokens_of(b, task), layer->window, chunk);
+    for (int64_t position = part.first, run, at; position < part.end; position += run) {
+        run = run_of(m, b, row, position, part.end, &at);
+        int64_t bytes = run * m->num_kv_heads * m->head_dim * sizeof(uint16_t);
+        prefetch(b->keys[index] + at, bytes);
+        prefetch(b->values[index] + at, bytes);
+    }
+}
+
 /* Attention to the positions of one chunk, from nothing. */
 static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row,
                          int64_t chunk) {
     int64_t size = m->head_dim, per_head = m->num_heads / m->num_kv_heads * a->tokens, stride = m->num_kv_heads * size;
-    int64_t end = a->first + a->tokens < (chunk + 1) * CHUNK ? a->first + a->tokens : (chunk + 1) * CHUNK;
-    int64_t oldest = a->window && a->first - a->window + 1 > 0 ? a->first - a->window + 1 : 0, base = chunk * CHUNK;
-    const uint16_t *keys[KEYS], *values[KEYS];
+    Part part = positions_of(a->first, a->tokens, a->window, chunk);
     clear(a, m->num_heads * a->tokens);
-    for (; base < end; base += KEYS) {
-        int num = (int)(end - base < KEYS ? end - base : KEYS);
-        if (base + num <= oldest) continue;
+    for (int64_t base = part.first; base < part.end; base += KEYS) {
+        const uint16_t *keys[KEYS], *values[KEYS];
+        int num = (int)(part.end - base < KEYS ? part.end - base : KEYS);
+        for (int64_t j = 0, run, at; j < num; j += run) {
+            run = run_of(m, b, row, base + j, base + num, &at);
+            for (int64_t i = 0; i < run; i++)
+                keys[j + i] = b->keys[index] + at + i * stride, values[j + i] = b->values[index] + at + i * stride;
+        }
+        for (int j = num; j < KEYS; j++) keys[j] = keys[0]; /* hidden from all queries */
         for (int64_t head = 0; head < m->num_kv_heads; head++) {
-            for (int j = 0; j < num; j++) {
-                int64_t position = base + j, page = b->pages[row * b->num_pages + position / b->page_size];
-                int64_t at = (page * b->page_size + position % b->page_size) * stride + head * size;
-                keys[j] = b->keys[index] + at, values[j] = b->values[index] + at;
-            }
-            for (int j = num; j < KEYS; j++) keys[j] = keys[0]; /* hidden from all queries */
             int64_t i = head * per_head, last = i + per_head;
             for (; i + TOGETHER <= last; i += TOGETHER) add_keys(a, i, TOGETHER, base, num, keys, values);
             if (TOGETHER > 3 && i + 3 <= last) add_keys(a, i, 3, base, num, keys, values), i += 3;
             for (; i + 2 <= last; i += 2) add_keys(a, i, 2, base, num, keys, values);
             if (i < last) add_keys(a, i, 1, base, num, keys, values);
+            for (int j = 0; j < KEYS; j++) keys[j] += size;
+            for (int j = 0; j < num; j++) values[j] += size;
         }
     }
 }
@@ -1079,20 +1115,18 @@ static void write_result(const Model *m, const Scratch *s, const Attention *a, i
     }
 }
 
-INLINE int64_t tokens_of(const Batch *b, const Task *task) {
-    int64_t rest = b->lengths[task->row] - task->first;
-    return rest < QUERIES ? rest : QUERIES;
-}
-
 INLINE Attention in_partial(const Model *m, const Batch *b, const Scratch *s, const Task *task) {
     float *out = s->partials + task->partial * partial_size(m), *top = out + max_queries(m) * width_of(m);
     return (Attention){.out = out, .top = top, .totals = top + max_queries(m), .size = m->head_dim,
                        .width = width_of(m), .tokens = tokens_of(b, task)};
 }
 
-/* One task of attention: writes its partial result, or the result if it is not divided by chunks. */
+INLINE int64_t first_chunk(const Task *task) { return task->chunk < 0 ? 0 : task->chunk; }
+
+/* One task of attention: writes its partial result, or the result if it is not divided by chunks. The keys and values of
+   its first chunk were prefetched; those of the next task (or NULL) are meanwhile. */
 static void attend(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index,
-                   const Task *task) {
+                   const Task *task, const Task *next) {
     int64_t size = m->head_dim, tokens = tokens_of(b, task), count = m->num_heads * tokens, stride = qkv_size(m);
     int64_t token = b->offsets[task->row] + task->first, start = b->starts[task->row] + task->first;
     int64_t width = width_of(m);
@@ -1110,6 +1144,7 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
     if (task->chunk >= 0) {
         Attention place = in_partial(m, b, s, task);
         part.out = place.out, part.top = place.top, part.totals = place.totals;
+        if (next) prefetch_chunk(m, layer, b, index, next, next->chunk);
         attend_chunk(m, b, &part, index, task->row, task->chunk);
         return;
     }
@@ -1117,6 +1152,8 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
     Attention all = {NULL, out, top, totals, size, width, 0, 0, tokens, 0};
     clear(&all, count);
     for (int64_t chunk = 0; chunk * CHUNK < start + tokens; chunk++) {
+        if ((chunk + 1) * CHUNK < start + tokens) prefetch_chunk(m, layer, b, index, task, chunk + 1);
+        else if (next) prefetch_chunk(m, layer, b, index, next, 0);
         attend_chunk(m, b, &part, index, task->row, chunk);
         merge(&all, &part, count);
     }
@@ -1376,9 +1413,11 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
         halve(keys, m->num_kv_heads * size, b->keys[index] + at);
         halve(heads + num_qk * size, m->num_kv_heads * size, b->values[index] + at);
     }
+    const Task *task = s->tasks + thread->index, *end = s->tasks + s->num_tasks; /* the longest are first */
+    if (task < end) prefetch_chunk(m, layer, b, index, task, first_chunk(task));
     wait_for_all(thread);
-    for (int64_t task = thread->index; task < s->num_tasks; task += thread->count) /* the longest are first */
-        attend(m, layer, b, s, index, s->tasks + task);
+    for (; task < end; task += thread->count)
+        attend(m, layer, b, s, index, task, task + thread->count < end ? task + thread->count : NULL);
 #if TILES
     for (int64_t task = thread->index; task < s->num_tile_tasks; task += thread->count)
         attend_tiles(m, layer, b, s, index, s->tile_tasks + task);
