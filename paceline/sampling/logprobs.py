@@ -72,7 +72,9 @@ class LogprobTable:
 
     def of_prompts(self, plan: Plan) -> list[LogprobRequest]:
         """One entry for each row that computes part of a prompt and requests prompt logprobs."""
-        requests = []
+        requests: list[LogprobRequest] = []
+        if plan.num_decodes == plan.num_rows:
+            return requests
         for row in np.flatnonzero(self._prompt[plan.slots] >= 0).tolist():
             slot, start = int(plan.slots[row]), int(plan.starts[row])
             # A position's logits give the logprob of the next token; no prompt token follows the last one.

@@ -58,8 +58,10 @@ class SlotTables:
     def inputs(self, plan: Plan, num_verified: int = 0) -> Inputs:
         """Of a plan with exact positions. The first `num_verified` rows sample after each of their tokens."""
         slots, starts, lengths = (column.astype(np.int64) for column in (plan.slots, plan.starts, plan.lengths))
-        prompts = np.clip(self.prompts[slots] - starts, 0, lengths)
-        prompts[: plan.num_decodes] = 0
+        prompts = None
+        if plan.num_decodes < len(slots):
+            prompts = np.clip(self.prompts[slots] - starts, 0, lengths)
+            prompts[: plan.num_decodes] = 0
         return self.row_inputs(
             slots, starts, lengths, plan.samples, num_verified, prompts=prompts, shares=plan.sharing is not None
         )

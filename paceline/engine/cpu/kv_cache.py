@@ -9,6 +9,7 @@ an earlier owner would still be NaN.
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cached_property
 
 import numpy as np
@@ -18,6 +19,8 @@ from torch import Tensor
 from paceline.model.spec import ModelSpec
 from paceline.scheduler.plan import Column, Swap
 from paceline.shared_pages import SharedPages
+
+_CACHE_LINE = 64
 
 
 class KVCache:
@@ -101,5 +104,7 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     # numpy's zeros are untouched pages of the system, which cost nothing until they are written. torch fills its zeros,
     # which takes seconds for gigabytes and uses all of the memory at once.
-    integer = {2: np.int16, 4: np.int32}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(shape, integer)).view(dtype)
+    integer, size = {2: np.int16, 4: np.int32}[dtype.itemsize], math.prod(shape)
+    zeros = np.zeros(size + _CACHE_LINE // dtype.itemsize, integer)
+    first = -zeros.ctypes.data % _CACHE_LINE // dtype.itemsize  # vectors that cross a cache line take twice as long
+    return torch.from_numpy(zeros[first : first + size].reshape(shape)).view(dtype)

@@ -33,12 +33,15 @@
 #define QUERIES 8  /* tokens of one request whose attention is computed together */
 #define TOGETHER (LANES < 16 ? 2 : 4) /* heads or tokens that read a key together: as many as the registers hold */
 #define INLINE static inline __attribute__((always_inline))
+#define ALIGNED __attribute__((aligned(64))) /* to a cache line: vectors that cross one take twice as long */
 
 /* ---------------------------------------------------------------- threads
 
-   The threads of a parallel region divide loops in parts of about the same size and wait for each other after each. They
-   have a barrier of their own: that of libgomp hardly spins where a process has more OpenMP threads than cores, which
-   another engine or torch in another thread is enough for, and a token passes 300 of them. */
+   The threads of a parallel region divide loops in parts of about the same size and wait for each other after each. In
+   the long loops (`Loop`) a thread that is done takes over from one that is not, because another process has its core.
+
+   They have a barrier of their own: that of libgomp hardly spins where a process has more OpenMP threads than cores,
+   which another engine or torch in another thread is enough for, and a token passes 300 of them. */
 
 #if defined(__x86_64__)
 #define SPINS 4000 /* 0.2 ms: longer, and threads of a busy machine spin while others should run (docs/log/cpu.md) */
@@ -51,10 +54,15 @@
 #define RELAX() __asm__ volatile("")
 #endif
 
+typedef struct {
+    int64_t taken; /* of a thread's part of the current loop */
+} ALIGNED Taken;
+
 typedef struct { /* shared by the threads of a region */
+    Taken *parts;  /* by thread */
     int64_t spins; /* before a thread sleeps */
     int32_t arrived, phase, sleeping;
-} __attribute__((aligned(64))) Barrier;
+} ALIGNED Barrier;
 
 /* As long as the threads of libgomp: by its environment variables, which users of a shared machine set. */
 int64_t num_spins(void) {
@@ -81,14 +89,39 @@ INLINE Part part_of(const Thread *thread, int64_t count) {
     return (Part){count * thread->index / thread->count, count * (thread->index + 1) / thread->count};
 }
 
-/* Waits until all threads have called it. */
+typedef struct { /* a loop whose parts are not fixed */
+    const Thread *thread;
+    int64_t count, owner; /* owner: the thread from whose part is taken */
+    Part part;
+} Loop;
+
+INLINE Loop loop_of(const Thread *thread, int64_t count) {
+    return (Loop){thread, count, thread->index, part_of(thread, count)};
+}
+
+/* The next index of the loop for this thread: of its own part in order, then of others'. -1: there is none. */
+INLINE int64_t take(Loop *loop) {
+    for (;;) {
+        int64_t *taken = &loop->thread->barrier->parts[loop->owner].taken;
+        int64_t index = loop->part.first + __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+        if (index < loop->part.end) return index;
+        Thread next = *loop->thread;
+        next.index = loop->owner + 1 == next.count ? 0 : loop->owner + 1;
+        if (next.index == loop->thread->index) return -1;
+        loop->owner = next.index, loop->part = part_of(&next, loop->count);
+    }
+}
+
+/* Waits until all threads have called it. The next loop begins. */
 static void wait_for_all(const Thread *thread) {
+    Barrier *b = thread->barrier;
+    if (thread->count == 1) b->parts[0].taken = 0;
     if (thread->count == 1) return;
 #ifdef _OPENMP
-    Barrier *b = thread->barrier;
     int32_t phase = __atomic_load_n(&b->phase, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&b->arrived, 1, __ATOMIC_ACQ_REL) == thread->count) {
         __atomic_store_n(&b->arrived, 0, __ATOMIC_RELAXED);
+        for (int64_t i = 0; i < thread->count; i++) __atomic_store_n(&b->parts[i].taken, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&b->phase, phase + 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&b->sleeping, __ATOMIC_SEQ_CST))
             syscall(SYS_futex, &b->phase, FUTEX_WAKE_PRIVATE, INT32_MAX, NULL, NULL, 0);
@@ -293,8 +326,18 @@ INLINE void halve(const float *x, int64_t count, uint16_t *to) {
     for (int64_t i = 0; i < count; i++) to[i] = rounded_half(x[i]) >> 16;
 }
 
-/* Lane l of the result is lane from[l] of a, then of b. */
-#define FROM(a, b, index) ({ vi from_; for (int l = 0; l < LANES; l++) from_[l] = (index); __builtin_shuffle(a, b, from_); })
+#if LANES == 16
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#elif LANES == 8
+#define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#else
+#define LANE_NUMBERS {0, 1, 2, 3}
+#endif
+/* Lane l of the result is lane `index` of a, then of b. index: of the vector l, so that it becomes one constant. */
+#define FROM(a, b, index) ({ const vi l = LANE_NUMBERS; __builtin_shuffle(a, b, (vi)(index)); })
+/* With l & width: lane l - width of b, otherwise lane l of a; and what is left of both, in the same places. */
+#define LOWER(a, b, width) FROM(a, b, l + (((l & (width)) != 0) & (LANES - (width))))
+#define UPPER(a, b, width) FROM(a, b, l + (width) + (((l & (width)) != 0) & (LANES - (width))))
 
 /* Lane l: the sum of all lanes of v[l]. */
 INLINE vf sum_lanes(vf v[LANES]) {
@@ -302,8 +345,7 @@ INLINE vf sum_lanes(vf v[LANES]) {
     for (int width = 1; width < LANES; width *= 2)
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i += 2 * width)
-            v[i] = FROM(v[i], v[i + width], l & width ? l - width + LANES : l) +
-                   FROM(v[i], v[i + width], l & width ? l + LANES : l + width);
+            v[i] = LOWER(v[i], v[i + width], width) + UPPER(v[i], v[i + width], width);
     return v[0];
 }
 
@@ -313,6 +355,17 @@ INLINE float largest_lane(vf v) {
     return v[0];
 }
 INLINE float lane_sum(vf v) {
+#pragma GCC unroll 4
+    for (int width = 1; width < LANES; width *= 2) v += FROM(v, v, l ^ width);
+    return v[0];
+}
+INLINE vi larger_int(vi a, vi b) { return (vi)choose(a > b, (vf)a, (vf)b); }
+INLINE int32_t largest_int(vi v) {
+#pragma GCC unroll 4
+    for (int width = 1; width < LANES; width *= 2) v = larger_int(FROM(v, v, l ^ width), v);
+    return v[0];
+}
+INLINE int32_t int_sum(vi v) {
 #pragma GCC unroll 4
     for (int width = 1; width < LANES; width *= 2) v += FROM(v, v, l ^ width);
     return v[0];
@@ -340,7 +393,7 @@ static void begin_tiles(void) {
         uint8_t palette, start_row, reserved[14];
         uint16_t bytes[16];
         uint8_t rows[16];
-    } __attribute__((aligned(64))) config = {.palette = 1};
+    } ALIGNED config = {.palette = 1};
     for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
     __asm__ volatile("" ::"m"(config) : "memory"); /* GCC 12 does not know that the next line reads it */
     _tile_loadconfig(&config);
@@ -410,8 +463,8 @@ INLINE void transpose_tile(vi rows[16]) {
         for (int i = 0; i < 16; i++) {
             if (i & width) continue;
             vi a = rows[i], b = rows[i + width];
-            rows[i] = FROM(a, b, l & width ? l - width + LANES : l);
-            rows[i + width] = FROM(a, b, l & width ? l + LANES : l + width);
+            rows[i] = LOWER(a, b, width);
+            rows[i + width] = UPPER(a, b, width);
         }
 }
 #endif
@@ -578,40 +631,38 @@ INLINE void product_rows(const Matrix *w, const uint8_t *tile, int64_t first, co
     }
 }
 
-/* y[rows, w.rows] = x W' + bias, or y + that. Called by all threads; tiles are divided among them, and nothing waits. */
-static void product(const Thread *thread, const Matrix *w, const Rounded *x, int64_t rows, float *y, int add) {
-    int64_t tiles = (w->rows + TILE - 1) / TILE, groups = x->columns / GROUP;
+INLINE int64_t tiles_of(const Matrix *w) { return (w->rows + TILE - 1) / TILE; }
+
+/* Tile t of y[rows, w.rows] = x W' + bias, or y + that. */
+static void product(const Matrix *w, int64_t t, const Rounded *x, int64_t rows, float *y, int add) {
+    int64_t groups = x->columns / GROUP, row = 0;
+    const uint8_t *tile = w->data + t * groups * block_bytes(w->bits);
     int expands = w->bits == 4 && rows >= 4 * ROWS;
     uint8_t expanded[expands ? groups * block_bytes(8) : 1];
-    Part part = part_of(thread, tiles);
-    for (int64_t t = part.first; t < part.end; t++) {
-        const uint8_t *tile = w->data + t * groups * block_bytes(w->bits);
-        int64_t row = 0;
-        /* The next tile is read while the last rows of this one are computed, if that does not read this one. */
-        const uint8_t *after = rows > ROWS && t + 1 < part.end ? tile + groups * block_bytes(w->bits) : NULL;
+    /* The next tile is read while the last rows of this one are computed, if that does not read this one. */
+    const uint8_t *after = rows > ROWS && t + 1 < tiles_of(w) ? tile + groups * block_bytes(w->bits) : NULL;
 #define NEXT(count) (row + (count) == rows ? after : NULL)
-        if (expands) expand(tile, groups, expanded);
-        if (w->bits == 4 && !expands) {
-            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 4, NEXT(ROWS), y, add);
-            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 4, NEXT(1), y, add);
-        } else {
-            if (expands) tile = expanded;
-            for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 8, NEXT(ROWS), y, add);
-            for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, NEXT(1), y, add);
-        }
-#undef NEXT
+    if (expands) expand(tile, groups, expanded);
+    if (w->bits == 4 && !expands) {
+        for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 4, NEXT(ROWS), y, add);
+        for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 4, NEXT(1), y, add);
+    } else {
+        if (expands) tile = expanded;
+        for (; row + ROWS <= rows; row += ROWS) product_rows(w, tile, t * TILE, x, row, ROWS, 8, NEXT(ROWS), y, add);
+        for (; row < rows; row++) product_rows(w, tile, t * TILE, x, row, 1, 8, NEXT(1), y, add);
     }
+#undef NEXT
 }
 
 #if TILES
 #define BLOCK 64 /* groups of columns whose weights are in bfloat16 at a time: 128 KB */
 #define ROW_TILE(groups) ((groups) * 16 * GROUP)
 
-/* x in bfloat16: by 16 rows, in these by groups. A group of 16 rows is the left operand of a product of tiles. */
-static void halve_row(const float *x, int64_t columns, int64_t row, uint16_t *to) {
-    int64_t groups = groups_of(columns);
-    to += row / 16 * ROW_TILE(groups) + row % 16 * GROUP;
-    for (int64_t g = 0, k = 0; g < groups; g++, k += GROUP)
+/* Some groups of a row in bfloat16: by 16 rows, in these by groups. A group of 16 rows is the left operand of a product
+   of tiles. */
+static void halve_row(const float *x, int64_t columns, int64_t row, Part groups, uint16_t *to) {
+    to += row / 16 * ROW_TILE(groups_of(columns)) + row % 16 * GROUP;
+    for (int64_t g = groups.first, k = g * GROUP; g < groups.end; g++, k += GROUP)
         store_halves(to + g * 16 * GROUP, load_first(x + k, columns - k), load_first(x + k + LANES, columns - k - LANES));
 }
 
@@ -662,91 +713,81 @@ INLINE void multiply_tiles(const uint16_t *a, int64_t row_tile, const uint16_t *
 }
 
 /* As product(), with rows in bfloat16. */
-static void tile_products(const Thread *thread, const Matrix *w, const uint16_t *x, int64_t rows, float *y, int add) {
+static void halves_product(const Matrix *w, int64_t t, const uint16_t *x, int64_t rows, float *y, int add) {
     static const float zeros[TILE];
-    int64_t groups = groups_of(w->columns), tiles = (w->rows + TILE - 1) / TILE, bytes = block_bytes(w->bits);
-    uint16_t weights[BLOCK * TILE * GROUP] __attribute__((aligned(64)));
-    float edge[2 * 16][TILE] __attribute__((aligned(64)));
-    Part part = part_of(thread, tiles);
-    for (int64_t t = part.first; t < part.end; t++)
-        for (int64_t g = 0; g < groups; g += BLOCK) {
-            int64_t first = t * TILE, channels = w->rows - first < TILE ? w->rows - first : TILE;
-            int64_t num = groups - g < BLOCK ? groups - g : BLOCK;
-            const uint8_t *data = w->data + (t * groups + g) * bytes;
-            const float *bias = g == 0 ? w->bias : NULL;
-            int adds = add || g > 0;
-            if (w->bits == 4) halve_weights(data, num, 4, weights);
-            else halve_weights(data, num, 8, weights);
-            for (int64_t row = 0; row < rows; row += 32) {
-                int64_t count = rows - row < 32 ? rows - row : 32;
-                const uint16_t *a = x + row / 16 * ROW_TILE(groups) + g * 16 * GROUP;
-                float *to = y + row * w->rows + first;
-                const float *from = adds ? to : bias ? bias + first : zeros;
-                int64_t stride = w->rows * sizeof(float), from_stride = adds ? stride : 0;
-                int is_edge = channels < TILE || count % 16 || (adds && bias);
-                if (is_edge) {
-                    for (int64_t r = 0; r < count; r++)
-                        for (int64_t i = 0; i < channels; i++)
-                            edge[r][i] = (adds ? to[r * w->rows + i] : 0) + (bias ? bias[first + i] : 0);
-                    from = edge[0], from_stride = sizeof edge[0];
-                }
-                float *target = is_edge ? edge[0] : to;
-                int64_t target_stride = is_edge ? (int64_t)sizeof edge[0] : stride;
-                if (count > 16)
-                    multiply_tiles(a, ROW_TILE(groups), weights, num, 2, from, from_stride, target, target_stride);
-                else
-                    multiply_tiles(a, ROW_TILE(groups), weights, num, 1, from, from_stride, target, target_stride);
-                if (is_edge)
-                    for (int64_t r = 0; r < count; r++)
-                        memcpy(to + r * w->rows, edge[r], channels * sizeof(float));
+    int64_t groups = groups_of(w->columns), bytes = block_bytes(w->bits);
+    int64_t first = t * TILE, channels = w->rows - first < TILE ? w->rows - first : TILE;
+    uint16_t weights[BLOCK * TILE * GROUP] ALIGNED;
+    float edge[2 * 16][TILE] ALIGNED;
+    for (int64_t g = 0; g < groups; g += BLOCK) {
+        int64_t num = groups - g < BLOCK ? groups - g : BLOCK;
+        const uint8_t *data = w->data + (t * groups + g) * bytes;
+        const float *bias = g == 0 ? w->bias : NULL;
+        int adds = add || g > 0;
+        if (w->bits == 4) halve_weights(data, num, 4, weights);
+        else halve_weights(data, num, 8, weights);
+        for (int64_t row = 0; row < rows; row += 32) {
+            int64_t count = rows - row < 32 ? rows - row : 32;
+            const uint16_t *a = x + row / 16 * ROW_TILE(groups) + g * 16 * GROUP;
+            float *to = y + row * w->rows + first;
+            const float *from = adds ? to : bias ? bias + first : zeros;
+            int64_t stride = w->rows * sizeof(float), from_stride = adds ? stride : 0;
+            int is_edge = channels < TILE || count % 16 || (adds && bias);
+            if (is_edge) {
+                for (int64_t r = 0; r < count; r++)
+                    for (int64_t i = 0; i < channels; i++)
+                        edge[r][i] = (adds ? to[r * w->rows + i] : 0) + (bias ? bias[first + i] : 0);
+                from = edge[0], from_stride = sizeof edge[0];
             }
+            float *target = is_edge ? edge[0] : to;
+            int64_t target_stride = is_edge ? (int64_t)sizeof edge[0] : stride;
+            if (count > 16)
+                multiply_tiles(a, ROW_TILE(groups), weights, num, 2, from, from_stride, target, target_stride);
+            else
+                multiply_tiles(a, ROW_TILE(groups), weights, num, 1, from, from_stride, target, target_stride);
+            if (is_edge)
+                for (int64_t r = 0; r < count; r++) memcpy(to + r * w->rows, edge[r], channels * sizeof(float));
         }
+    }
 }
 #endif
 
 /* ---------------------------------------------------------------- rows */
 
-/* Rounds one row. A value that is not finite makes all of its group NaN. */
-static void round_row(const float *x, int64_t columns, Rounded *to, int64_t row) {
-    int64_t groups = to->columns / GROUP;
-    int8_t *high = to->high + row * to->columns, *low = to->low + row * to->columns;
-    for (int64_t g = 0; g < groups; g++, high += GROUP, low += GROUP) {
-        float part[GROUP] = {0}, largest = 0;
-        int finite = 1, total = 0;
-        int64_t count = columns - g * GROUP < GROUP ? columns - g * GROUP : GROUP;
-        memcpy(part, x + g * GROUP, count * sizeof(float));
-        vf sizes = {0};
-        vi are_finite = ~(vi){0}, totals = {0};
+/* Rounds some groups of one row. A value that is not finite makes all of its group NaN. */
+static void round_row(const float *x, int64_t columns, const Rounded *to, int64_t row, Part groups) {
+    int64_t at = row * to->columns, num_groups = to->columns / GROUP;
+    for (int64_t g = groups.first; g < groups.end; g++) {
+        vf values[GROUP / LANES];
+        vi sizes = {0}, totals = {0};
         for (int v = 0; v < GROUP / LANES; v++) {
-            vf size = (vf)((vi)load(part + v * LANES) & 0x7fffffff);
-            are_finite &= size <= splat(FLT_MAX);
-            sizes = larger(size, sizes);
+            int64_t first = g * GROUP + v * LANES;
+            values[v] = load_first(x + first, columns - first);
+            sizes = larger_int((vi)values[v] & 0x7fffffff, sizes); /* as integers they have the order of floats */
         }
-        for (int l = 0; l < LANES; l++) {
-            finite &= are_finite[l];
-            largest = sizes[l] > largest ? sizes[l] : largest;
-        }
+        int32_t bits = largest_int(sizes), finite = bits < 0x7f800000;
+        float largest;
+        memcpy(&largest, &bits, sizeof largest);
         float scale = finite ? largest / LARGEST : NAN;
         float inverse = finite && largest > 0 ? LARGEST / largest : 0;
         if (!(inverse <= FLT_MAX)) inverse = scale = 0; /* all values are subnormal */
-        if (!finite) memset(part, 0, sizeof part);
         for (int v = 0; v < GROUP / LANES; v++) {
-            vf value = load(part + v * LANES) * splat(inverse);
+            int8_t *high = to->high + at + g * GROUP + v * LANES, *low = to->low + at + g * GROUP + v * LANES;
+            vf value = finite ? values[v] * splat(inverse) : splat(0);
             vf half = choose(value < splat(0), splat(-0.5f), splat(0.5f));
             vi rounded = __builtin_convertvector(value + half, vi), upper = (rounded + 64) >> 7;
             totals += rounded;
             if (WORDS) {
-                int16_t *even = (int16_t *)(high + v * LANES), *odd = (int16_t *)(low + v * LANES);
+                int16_t *even = (int16_t *)high, *odd = (int16_t *)low;
                 for (int l = 0; l < LANES; l += 2) even[l / 2] = rounded[l], odd[l / 2] = rounded[l + 1];
                 continue;
             }
             vs highs = __builtin_convertvector(upper, vs), lows = __builtin_convertvector(rounded - (upper << 7), vs);
-            memcpy(high + v * LANES, &highs, sizeof highs);
-            memcpy(low + v * LANES, &lows, sizeof lows);
+            memcpy(high, &highs, sizeof highs);
+            memcpy(low, &lows, sizeof lows);
         }
-        for (int l = 0; l < LANES; l++) total += totals[l];
-        to->scales[row * groups + g] = scale;
-        to->sums[row * groups + g] = scale * (float)total;
+        to->scales[row * num_groups + g] = scale;
+        to->sums[row * num_groups + g] = scale * (float)int_sum(totals);
     }
 }
 
@@ -808,21 +849,22 @@ typedef struct {
 } Layer;
 
 typedef struct {
+    Matrix embedding;
     const Layer *layers;
     const float *norm;
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn;
-    float eps, scale, score_cap; /* score_cap 0: none */
-    int32_t activation;          /* 0: silu, 1: gelu, tanh form */
-    int32_t full_qk_norm;        /* over all heads together */
+    float eps, scale, score_cap, embedding_scale; /* score_cap 0: none */
+    int32_t activation;                           /* 0: silu, 1: gelu, tanh form */
+    int32_t full_qk_norm;                         /* over all heads together */
 } Model;
 
 typedef struct { /* see engine/cpu/inputs.py */
     int64_t num_tokens, num_rows, page_size, num_pages; /* num_pages: columns of pages */
     int64_t num_decode_rows; /* the first ones; the tokens of the others are computed with tiles */
-    const int64_t *positions, *kv_indices, *starts, *lengths, *offsets;
+    const int64_t *tokens, *positions, *kv_indices, *starts, *lengths, *offsets;
     const int32_t *pages;
     uint16_t *const *keys, *const *values; /* by layer, in bfloat16: [positions of the KV cache, KV heads, head_dim] */
-    float *x;                           /* [tokens, hidden]: in and out */
+    float *x;                           /* [tokens, hidden]: the result */
     uint8_t *scratch;                   /* scratch_bytes() */
     int64_t num_threads;
     const Adapter *const *adapters; /* by token: [layers, NUM_ADAPTED] or NULL; NULL: no token has one */
@@ -837,9 +879,13 @@ typedef struct { /* attention of some tokens of a row, for the query heads of on
     int64_t row, first, head;
 } TileTask;
 
-typedef struct {
-    Rounded rounded;  /* inputs of the tokens of decode rows */
+typedef struct { /* of a matrix */
+    Rounded rounded;  /* of the tokens of decode rows */
     uint16_t *halves; /* of the others */
+} Operand;
+
+typedef struct {
+    Operand input, gated; /* gated: of `down`, written while others read the input of `gate_up` */
     float *qkv, *attended, *gate_up, *block; /* block: what a block adds to x, where a norm follows it */
     Task *tasks;
     TileTask *tile_tasks;
@@ -848,14 +894,15 @@ typedef struct {
     int64_t num_tasks, num_tile_tasks, num_partials;
 } Scratch;
 
-INLINE int64_t max3(int64_t a, int64_t b, int64_t c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
+INLINE int64_t max2(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t padded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 INLINE int64_t qkv_size(const Model *m) { return (m->num_heads + 2 * m->num_kv_heads) * m->head_dim; }
 
 /* Queries of a task, at most, and the floats of their partial result: outputs, then maxima, then totals. */
 INLINE int64_t max_queries(const Model *m) { return QUERIES * m->num_heads; }
-INLINE int64_t width_of(const Model *m) { return (m->head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
-INLINE int64_t partial_size(const Model *m) { return max_queries(m) * (width_of(m) + 2); }
+INLINE int64_t width_for(int64_t size) { return (size + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
+INLINE int64_t width_of(const Model *m) { return width_for(m->head_dim); }
+INLINE int64_t partial_size(const Model *m) { return (max_queries(m) * (width_of(m) + 2) + 15) / 16 * 16; }
 
 /* Tokens of a TileTask: those of at most 8 tiles of 16 queries, so that few threads have even work. */
 INLINE int64_t tile_tokens(const Model *m) {
@@ -888,16 +935,20 @@ static void list_tasks(const Model *m, const Batch *b, Scratch *s) {
 
 static int64_t lay_out(const Model *m, const Batch *b, uint8_t *at, Scratch *s) {
     uint8_t *first = at;
-    int64_t tokens = b->num_tokens, groups = groups_of(max3(m->hidden, m->num_heads * m->head_dim, m->ffn));
+    int64_t tokens = b->num_tokens;
     int64_t decodes = b->num_decode_rows < b->num_rows ? b->offsets[b->num_decode_rows] : tokens;
     s->num_decodes = decodes, s->tasks = NULL, s->tile_tasks = NULL;
     list_tasks(m, b, s);
 #define TAKE(field, type, count) s->field = (type *)at, at += padded((count) * (int64_t)sizeof(type))
-    TAKE(rounded.high, int8_t, decodes * groups * GROUP);
-    TAKE(rounded.low, int8_t, decodes * groups * GROUP);
-    TAKE(rounded.scales, float, decodes * groups);
-    TAKE(rounded.sums, float, decodes * groups);
-    TAKE(halves, uint16_t, (tokens - decodes + 15) / 16 * 16 * groups * GROUP);
+#define TAKE_OPERAND(field, groups)                                   \
+    TAKE(field.rounded.high, int8_t, decodes * (groups) * GROUP);      \
+    TAKE(field.rounded.low, int8_t, decodes * (groups) * GROUP);       \
+    TAKE(field.rounded.scales, float, decodes * (groups));            \
+    TAKE(field.rounded.sums, float, decodes * (groups));              \
+    TAKE(field.halves, uint16_t, (tokens - decodes + 15) / 16 * 16 * (groups) * GROUP)
+    TAKE_OPERAND(input, groups_of(max2(m->hidden, m->num_heads * m->head_dim)));
+    TAKE_OPERAND(gated, groups_of(m->ffn));
+#undef TAKE_OPERAND
     TAKE(qkv, float, tokens * qkv_size(m));
     TAKE(attended, float, tokens * m->num_heads * m->head_dim);
     TAKE(gate_up, float, tokens * 2 * m->ffn);
@@ -922,21 +973,25 @@ typedef struct { /* of the queries of a task, by head and then by token */
     float cap;
 } Attention;
 
+/* In the functions below `size` is a->size, or a constant that equals it. */
+
 /* Scores of the keys from `first` on, LANES of them, for queries i to i + N - 1. */
-INLINE void scores_of(const Attention *a, int64_t i, const int N, const uint16_t *const *keys, int first,
-                      float scores[][KEYS]) {
+INLINE void scores_of(const Attention *a, int64_t i, const int N, const int64_t size, const uint16_t *const *keys,
+                      int first, float scores[][KEYS]) {
+    const int64_t width = width_for(size);
     vf sums[TOGETHER][LANES];
-    const float *queries = a->queries + i * a->width;
+    const float *queries = a->queries + i * width;
 #pragma GCC unroll 2
     for (int j = 0; j < LANES; j++) {
         vf acc[TOGETHER];
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) acc[n] = (vf){0};
-        for (int64_t d = 0; d < a->size; d += 2 * LANES) {
-            vi key = load_halves(keys[first + j] + d, a->size - d);
+#pragma GCC unroll 4
+        for (int64_t d = 0; d < size; d += 2 * LANES) {
+            vi key = load_halves(keys[first + j] + d, size - d);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
-                const float *query = queries + n * a->width + d;
+                const float *query = queries + n * width + d;
                 acc[n] = fma_(odd_of(key), load(query + LANES), fma_(even_of(key), load(query), acc[n]));
             }
         }
@@ -950,17 +1005,19 @@ INLINE void scores_of(const Attention *a, int64_t i, const int N, const uint16_t
 /* 2 * LANES * U columns, from d on, of out = out * factor + the sum of weights[j] * values[j], j from first to last, of
    queries i to i + N - 1. */
 INLINE void add_columns(const Attention *a, int64_t i, const float *factors, float weights[][KEYS],
-                        const uint16_t *const *values, int first, int last, int64_t d, const int N, const int U) {
+                        const uint16_t *const *values, int first, int last, int64_t d, const int N, const int U,
+                        const int64_t size) {
+    const int64_t width = width_for(size);
     vf acc[TOGETHER][4];
-    float *out = a->out + i * a->width + d;
+    float *out = a->out + i * width + d;
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
-        for (int u = 0; u < 2 * U; u++) acc[n][u] = load(out + n * a->width + u * LANES) * splat(factors[n]);
+        for (int u = 0; u < 2 * U; u++) acc[n][u] = load(out + n * width + u * LANES) * splat(factors[n]);
     for (int j = first; j <= last; j++)
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
-            vi value = load_halves(values[j] + d + u * 2 * LANES, a->size - d - u * 2 * LANES);
+            vi value = load_halves(values[j] + d + u * 2 * LANES, size - d - u * 2 * LANES);
 #pragma GCC unroll 4
             for (int n = 0; n < N; n++) {
                 vf weight = splat(weights[n][j]);
@@ -971,15 +1028,17 @@ INLINE void add_columns(const Attention *a, int64_t i, const float *factors, flo
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++)
 #pragma GCC unroll 4
-        for (int u = 0; u < 2 * U; u++) store(out + n * a->width + u * LANES, acc[n][u]);
+        for (int u = 0; u < 2 * U; u++) store(out + n * width + u * LANES, acc[n][u]);
 }
 
 /* Adds the keys from position `base` on to queries i to i + N - 1. */
-INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, int num, const uint16_t *const *keys,
-                     const uint16_t *const *values) {
-    float scores[TOGETHER][KEYS], weights[TOGETHER][KEYS], sums[TOGETHER] = {0}, before[LANES] = {0}, top[LANES] = {0};
+INLINE void add_keys(const Attention *a, int64_t i, const int N, const int64_t size, int64_t base, int num,
+                     const uint16_t *const *keys, const uint16_t *const *values) {
+    const int64_t width = width_for(size);
+    float scores[TOGETHER][KEYS] ALIGNED, weights[TOGETHER][KEYS] ALIGNED, sums[TOGETHER] = {0};
+    float before[LANES] ALIGNED = {0}, top[LANES] ALIGNED = {0};
     int first = KEYS, last = -1;
-    for (int j = 0; j < num; j += LANES) scores_of(a, i, N, keys, j, scores);
+    for (int j = 0; j < num; j += LANES) scores_of(a, i, N, size, keys, j, scores);
     for (int n = 0; n < N; n++) {
         int64_t position = a->first + (i + n) % a->tokens;
         int newest = (int)(position - base < num - 1 ? position - base : num - 1); /* that this query sees */
@@ -1011,8 +1070,9 @@ INLINE void add_keys(const Attention *a, int64_t i, const int N, int64_t base, i
     store(factors, exp_(load(before) - load(top)));
     for (int n = 0; n < N; n++) a->totals[i + n] = a->totals[i + n] * factors[n] + sums[n];
     int64_t d = 0;
-    for (; d + 4 * LANES <= a->width; d += 4 * LANES) add_columns(a, i, factors, weights, values, first, last, d, N, 2);
-    if (d < a->width) add_columns(a, i, factors, weights, values, first, last, d, N, 1);
+    for (; d + 4 * LANES <= width; d += 4 * LANES)
+        add_columns(a, i, factors, weights, values, first, last, d, N, 2, size);
+    if (d < width) add_columns(a, i, factors, weights, values, first, last, d, N, 1, size);
 }
 
 static void clear(const Attention *a, int64_t count) {
@@ -1056,10 +1116,9 @@ static void prefetch_chunk(const Model *m, const Layer *layer, const Batch *b, i
     }
 }
 
-/* Attention to the positions of one chunk, from nothing. */
-static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row,
-                         int64_t chunk) {
-    int64_t size = m->head_dim, per_head = m->num_heads / m->num_kv_heads * a->tokens, stride = m->num_kv_heads * size;
+INLINE void attend_chunk_of(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row,
+                            int64_t chunk, const int64_t size) {
+    int64_t per_head = m->num_heads / m->num_kv_heads * a->tokens, stride = m->num_kv_heads * size;
     Part part = positions_of(a->first, a->tokens, a->window, chunk);
     clear(a, m->num_heads * a->tokens);
     for (int64_t base = part.first; base < part.end; base += KEYS) {
@@ -1073,14 +1132,22 @@ static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int
         for (int j = num; j < KEYS; j++) keys[j] = keys[0]; /* hidden from all queries */
         for (int64_t head = 0; head < m->num_kv_heads; head++) {
             int64_t i = head * per_head, last = i + per_head;
-            for (; i + TOGETHER <= last; i += TOGETHER) add_keys(a, i, TOGETHER, base, num, keys, values);
-            if (TOGETHER > 3 && i + 3 <= last) add_keys(a, i, 3, base, num, keys, values), i += 3;
-            for (; i + 2 <= last; i += 2) add_keys(a, i, 2, base, num, keys, values);
-            if (i < last) add_keys(a, i, 1, base, num, keys, values);
+            for (; i + TOGETHER <= last; i += TOGETHER) add_keys(a, i, TOGETHER, size, base, num, keys, values);
+            if (TOGETHER > 3 && i + 3 <= last) add_keys(a, i, 3, size, base, num, keys, values), i += 3;
+            for (; i + 2 <= last; i += 2) add_keys(a, i, 2, size, base, num, keys, values);
+            if (i < last) add_keys(a, i, 1, size, base, num, keys, values);
             for (int j = 0; j < KEYS; j++) keys[j] += size;
             for (int j = 0; j < num; j++) values[j] += size;
         }
     }
+}
+
+/* Attention to the positions of one chunk, from nothing. */
+static void attend_chunk(const Model *m, const Batch *b, const Attention *a, int64_t index, int64_t row,
+                         int64_t chunk) {
+    if (a->size == 64) attend_chunk_of(m, b, a, index, row, chunk, 64);
+    else if (a->size == 128) attend_chunk_of(m, b, a, index, row, chunk, 128);
+    else attend_chunk_of(m, b, a, index, row, chunk, a->size);
 }
 
 /* Merges the result over the positions of a chunk into that over the positions before. */
@@ -1102,17 +1169,31 @@ static void merge(const Attention *to, const Attention *chunk, int64_t count) {
     }
 }
 
-/* token: the first of the batch. */
+/* Stores some groups of the input of a matrix with `columns` columns, of one token. x: its row. */
+static void set_input(const Scratch *s, const Operand *input, const float *x, int64_t columns, int64_t token,
+                      Part groups) {
+    Rounded to = input->rounded;
+    to.columns = groups_of(columns) * GROUP;
+    if (token < s->num_decodes) round_row(x, columns, &to, token, groups);
+#if TILES
+    else halve_row(x, columns, token - s->num_decodes, groups, input->halves);
+#endif
+}
+
+/* Writes the result of some tokens, from `token` of the batch on, and sets it as the input of the next matrix. */
 static void write_result(const Model *m, const Scratch *s, const Attention *a, int64_t token) {
     for (int64_t i = 0; i < m->num_heads * a->tokens; i++) {
         float *to = s->attended + ((token + i % a->tokens) * m->num_heads + i / a->tokens) * a->size;
         vf total = splat(a->totals[i]);
         for (int64_t d = 0; d < a->size; d += 2 * LANES) {
             vf even = load(a->out + i * a->width + d) / total, odd = load(a->out + i * a->width + d + LANES) / total;
-            store_first(to + d, FROM(even, odd, l / 2 + (l & 1) * LANES), a->size - d);
-            store_first(to + d + LANES, FROM(even, odd, (l + LANES) / 2 + (l & 1) * LANES), a->size - d - LANES);
+            store_first(to + d, FROM(even, odd, (l >> 1) + (l & 1) * LANES), a->size - d);
+            store_first(to + d + LANES, FROM(even, odd, ((l + LANES) >> 1) + (l & 1) * LANES), a->size - d - LANES);
         }
     }
+    int64_t columns = m->num_heads * a->size;
+    for (int64_t t = token; t < token + a->tokens; t++)
+        set_input(s, &s->input, s->attended + t * columns, columns, t, (Part){0, groups_of(columns)});
 }
 
 INLINE Attention in_partial(const Model *m, const Batch *b, const Scratch *s, const Task *task) {
@@ -1130,7 +1211,7 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
     int64_t size = m->head_dim, tokens = tokens_of(b, task), count = m->num_heads * tokens, stride = qkv_size(m);
     int64_t token = b->offsets[task->row] + task->first, start = b->starts[task->row] + task->first;
     int64_t width = width_of(m);
-    float queries[count * width], own[task->chunk < 0 ? count * (width + 2) : 1];
+    float queries[count * width] ALIGNED, own[task->chunk < 0 ? count * (width + 2) : 1] ALIGNED;
     for (int64_t i = 0; i < count; i++) {
         const float *q = s->qkv + (token + i % tokens) * stride + i / tokens * size;
         for (int64_t d = 0; d < width; d += 2 * LANES) {
@@ -1148,7 +1229,7 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
         attend_chunk(m, b, &part, index, task->row, task->chunk);
         return;
     }
-    float out[count * width], top[count], totals[count];
+    float out[count * width] ALIGNED, top[count], totals[count];
     Attention all = {NULL, out, top, totals, size, width, 0, 0, tokens, 0};
     clear(&all, count);
     for (int64_t chunk = 0; chunk * CHUNK < start + tokens; chunk++) {
@@ -1164,7 +1245,7 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
 static void attend_merged(const Model *m, const Batch *b, const Scratch *s, const Task *task, const Task *end) {
     int64_t size = m->head_dim, width = width_of(m), tokens = tokens_of(b, task), count = m->num_heads * tokens;
     int64_t token = b->offsets[task->row] + task->first;
-    float out[count * width], top[count], totals[count];
+    float out[count * width] ALIGNED, top[count], totals[count];
     Attention all = {NULL, out, top, totals, size, width, 0, 0, tokens, 0};
     clear(&all, count);
     for (const Task *one = task; one < end && one->row == task->row && one->first == task->first; one++) {
@@ -1185,11 +1266,11 @@ static void attend_tiles(const Model *m, const Layer *layer, const Batch *b, con
     if (tokens > tile_tokens(m)) tokens = tile_tokens(m);
     int64_t count = heads * tokens, tiles = (count + 15) / 16; /* queries, by head and then by token */
     int64_t token = b->offsets[task->row] + task->first, start = b->starts[task->row] + task->first;
-    uint16_t queries[tiles * steps * HALVES] __attribute__((aligned(64)));
-    uint16_t keys[CHUNK / 16 * steps * HALVES] __attribute__((aligned(64)));
-    uint16_t values[dims * CHUNK / 32 * HALVES] __attribute__((aligned(64)));
-    uint16_t weights[CHUNK / 32 * HALVES] __attribute__((aligned(64)));
-    float out[tiles * dims * FLOATS] __attribute__((aligned(64))), scores[CHUNK][16] __attribute__((aligned(64)));
+    uint16_t queries[tiles * steps * HALVES] ALIGNED;
+    uint16_t keys[CHUNK / 16 * steps * HALVES] ALIGNED;
+    uint16_t values[dims * CHUNK / 32 * HALVES] ALIGNED;
+    uint16_t weights[CHUNK / 32 * HALVES] ALIGNED;
+    float out[tiles * dims * FLOATS] ALIGNED, scores[CHUNK][16] ALIGNED;
     vf top[tiles], totals[tiles];
     vi positions[tiles], rows[16];
     for (int64_t q = 0; q < tiles; q++) {
@@ -1317,38 +1398,42 @@ static void attend_tiles(const Model *m, const Layer *layer, const Batch *b, con
 }
 #endif
 
-/* Stores the input of a matrix with `columns` columns: x, of one token. */
-static void set_input(const Scratch *s, const float *x, int64_t columns, int64_t token) {
-    Rounded to = s->rounded;
-    to.columns = groups_of(columns) * GROUP;
-    if (token < s->num_decodes) round_row(x, columns, &to, token);
-#if TILES
-    else halve_row(x, columns, token - s->num_decodes, s->halves);
-#endif
-}
-
 /* The functions below are called by all threads of a region. */
 
-/* Sets x, or norm(x), as the inputs of a matrix with `columns` columns. */
-static void set_inputs(const Thread *thread, const Model *m, const Batch *b, const Scratch *s, const float *x,
-                       int64_t columns, const float *norm) {
-    Part part = part_of(thread, b->num_tokens);
-    for (int64_t t = part.first; t < part.end; t++) {
+/* Sets x, or norm(x), as the inputs of a matrix with `columns` columns, from token `first` on. Where there are fewer
+   tokens than threads, these divide rows. */
+static void set_inputs(const Thread *thread, const Model *m, const Batch *b, const Scratch *s, int64_t first,
+                       const float *x, int64_t columns, const float *norm) {
+    int64_t tokens = b->num_tokens - first, per_token = (thread->count + tokens - 1) / tokens;
+    int64_t groups = groups_of(columns);
+    Part part = part_of(thread, tokens * per_token);
+    for (int64_t i = part.first; i < part.end; i++) {
+        int64_t token = first + i / per_token, piece = i % per_token;
+        const float *row = x + token * columns;
         float normed[norm ? columns : 1];
-        if (norm) norm_row(x + t * columns, norm, columns, m->eps, normed);
-        set_input(s, norm ? normed : x + t * columns, columns, t);
+        if (norm) norm_row(row, norm, columns, m->eps, normed);
+        set_input(s, &s->input, norm ? normed : row, columns, token,
+                  (Part){groups * piece / per_token, groups * (piece + 1) / per_token});
     }
     wait_for_all(thread);
 }
 
-static void apply(const Thread *thread, const Matrix *w, const Batch *b, const Scratch *s, float *y, int add) {
-    Rounded x = s->rounded;
+/* A tile of the output y of a matrix, or what it adds to y. */
+static void apply_tile(const Matrix *w, const Operand *input, int64_t tile, const Batch *b, const Scratch *s, float *y,
+                       int add) {
+    Rounded x = input->rounded;
     x.columns = groups_of(w->columns) * GROUP;
-    product(thread, w, &x, s->num_decodes, y, add);
+    product(w, tile, &x, s->num_decodes, y, add);
 #if TILES
     if (s->num_decodes < b->num_tokens)
-        tile_products(thread, w, s->halves, b->num_tokens - s->num_decodes, y + s->num_decodes * w->rows, add);
+        halves_product(w, tile, input->halves, b->num_tokens - s->num_decodes, y + s->num_decodes * w->rows, add);
 #endif
+}
+
+static void apply(const Thread *thread, const Matrix *w, const Operand *input, const Batch *b, const Scratch *s,
+                  float *y, int add) {
+    Loop tiles = loop_of(thread, tiles_of(w));
+    for (int64_t tile; (tile = take(&tiles)) >= 0;) apply_tile(w, input, tile, b, s, y, add);
     wait_for_all(thread);
 }
 
@@ -1374,12 +1459,12 @@ static void add_adapters(const Thread *thread, const Model *m, const Batch *b, i
     wait_for_all(thread);
 }
 
-/* x += matrix(rounded), with a norm in between where the model has one. input: what was rounded. */
-static void add_block(const Thread *thread, const Model *m, const Matrix *w, const Batch *b, Scratch *s,
-                      const float *post_norm, int64_t at, const float *input, int64_t stride) {
+/* x += matrix(input), with a norm in between where the model has one. unrounded: the input, for adapters. */
+static void add_block(const Thread *thread, const Model *m, const Matrix *w, const Operand *input, const Batch *b,
+                      Scratch *s, const float *post_norm, int64_t at, const float *unrounded, int64_t stride) {
     float *out = post_norm ? s->block : b->x;
-    apply(thread, w, b, s, out, !post_norm);
-    add_adapters(thread, m, b, at, input, stride, w->columns, NULL, out, m->hidden);
+    apply(thread, w, input, b, s, out, !post_norm);
+    add_adapters(thread, m, b, at, unrounded, stride, w->columns, NULL, out, m->hidden);
     if (!post_norm) return;
     Part part = part_of(thread, b->num_tokens);
     for (int64_t t = part.first; t < part.end; t++) {
@@ -1390,11 +1475,27 @@ static void add_block(const Thread *thread, const Model *m, const Matrix *w, con
     wait_for_all(thread);
 }
 
+/* A group of the input of `down`: activation(gate) * up. */
+static void multiply_gate(const Model *m, const Batch *b, const Scratch *s, int64_t group) {
+    for (int64_t t = 0; t < b->num_tokens; t++) {
+        float *gate = s->gate_up + t * 2 * m->ffn, *up = gate + m->ffn;
+        for (int64_t i = group * GROUP; i < (group + 1) * GROUP && i < m->ffn; i += LANES) {
+            /* Both are x * sigmoid(u): (1 + tanh(v)) / 2 is sigmoid(2 v). */
+            vf x = load_first(gate + i, m->ffn - i), u = x;
+            if (m->activation) u = splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x);
+            vf negated = choose(u < splat(-88.0f), splat(88.0f), -u);
+            vf value = x / (splat(1.0f) + exp_(negated)) * load_first(up + i, m->ffn - i);
+            store_first(gate + i, value, m->ffn - i);
+        }
+        set_input(s, &s->gated, gate, m->ffn, t, (Part){group, group + 1});
+    }
+}
+
 static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scratch *s, int64_t index) {
     const Layer *layer = m->layers + index;
     int64_t size = m->head_dim, num_qk = m->num_heads + m->num_kv_heads, stride = qkv_size(m);
-    set_inputs(thread, m, b, s, b->x, m->hidden, layer->attention_norm);
-    apply(thread, &layer->qkv, b, s, s->qkv, 0);
+    set_inputs(thread, m, b, s, 0, b->x, m->hidden, layer->attention_norm);
+    apply(thread, &layer->qkv, &s->input, b, s, s->qkv, 0);
     int64_t at = index * NUM_ADAPTED;
     add_adapters(thread, m, b, at + QKV, b->x, m->hidden, m->hidden, layer->attention_norm, s->qkv, stride);
     const Part tokens = part_of(thread, b->num_tokens);
@@ -1413,51 +1514,77 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
         halve(keys, m->num_kv_heads * size, b->keys[index] + at);
         halve(heads + num_qk * size, m->num_kv_heads * size, b->values[index] + at);
     }
-    const Task *task = s->tasks + thread->index, *end = s->tasks + s->num_tasks; /* the longest are first */
-    if (task < end) prefetch_chunk(m, layer, b, index, task, first_chunk(task));
+    Part own = part_of(thread, s->num_tasks);
+    if (own.first < own.end) prefetch_chunk(m, layer, b, index, s->tasks + own.first, first_chunk(s->tasks + own.first));
     wait_for_all(thread);
-    for (; task < end; task += thread->count)
-        attend(m, layer, b, s, index, task, task + thread->count < end ? task + thread->count : NULL);
+    Loop tasks = loop_of(thread, s->num_tasks);
+    for (int64_t task; (task = take(&tasks)) >= 0;)
+        attend(m, layer, b, s, index, s->tasks + task, task + 1 < tasks.part.end ? s->tasks + task + 1 : NULL);
+    wait_for_all(thread);
 #if TILES
-    for (int64_t task = thread->index; task < s->num_tile_tasks; task += thread->count)
-        attend_tiles(m, layer, b, s, index, s->tile_tasks + task);
+    if (s->num_tile_tasks) {
+        Loop tile_tasks = loop_of(thread, s->num_tile_tasks);
+        for (int64_t task; (task = take(&tile_tasks)) >= 0;)
+            attend_tiles(m, layer, b, s, index, s->tile_tasks + task);
+        wait_for_all(thread);
+    }
 #endif
-    wait_for_all(thread);
     if (s->num_partials) {
         Part part = part_of(thread, s->num_tasks);
         for (int64_t task = part.first; task < part.end; task++)
             if (s->tasks[task].chunk == 0) attend_merged(m, b, s, s->tasks + task, s->tasks + s->num_tasks);
         wait_for_all(thread);
     }
-    set_inputs(thread, m, b, s, s->attended, m->num_heads * size, NULL);
-    add_block(thread, m, &layer->out, b, s, layer->attention_post_norm, at + OUT, s->attended, m->num_heads * size);
+    if (s->num_decodes < b->num_tokens) /* the inputs of other tokens are set */
+        set_inputs(thread, m, b, s, s->num_decodes, s->attended, m->num_heads * size, NULL);
+    add_block(thread, m, &layer->out, &s->input, b, s, layer->attention_post_norm, at + OUT, s->attended,
+              m->num_heads * size);
 
-    set_inputs(thread, m, b, s, b->x, m->hidden, layer->mlp_norm);
-    apply(thread, &layer->gate_up, b, s, s->gate_up, 0);
-    add_adapters(thread, m, b, at + GATE_UP, b->x, m->hidden, m->hidden, layer->mlp_norm, s->gate_up, 2 * m->ffn);
-    for (int64_t t = tokens.first; t < tokens.end; t++) {
-        float *gate = s->gate_up + t * 2 * m->ffn, *up = gate + m->ffn;
-        for (int64_t i = 0; i < m->ffn; i += LANES) {
-            int64_t count = m->ffn - i < LANES ? m->ffn - i : LANES;
-            float part[LANES] = {0};
-            memcpy(part, gate + i, count * sizeof(float));
-            /* Both are x * sigmoid(u): (1 + tanh(v)) / 2 is sigmoid(2 v). */
-            vf x = load(part), u = x;
-            if (m->activation) u = splat(1.5957691216f) * (x + splat(0.044715f) * x * x * x);
-            vf negated = choose(u < splat(-88.0f), splat(88.0f), -u);
-            store(part, x / (splat(1.0f) + exp_(negated)));
-            for (int64_t j = 0; j < count; j++) gate[i + j] = part[j] * up[i + j];
+    set_inputs(thread, m, b, s, 0, b->x, m->hidden, layer->mlp_norm);
+    int together = m->ffn % GROUP == 0 && !b->adapters; /* a group of gate, of up and of their product is one task */
+    if (!together) {
+        apply(thread, &layer->gate_up, &s->input, b, s, s->gate_up, 0);
+        add_adapters(thread, m, b, at + GATE_UP, b->x, m->hidden, m->hidden, layer->mlp_norm, s->gate_up, 2 * m->ffn);
+    }
+    Loop groups = loop_of(thread, groups_of(m->ffn));
+    for (int64_t group; (group = take(&groups)) >= 0;) {
+        for (int64_t tile = group * GROUP / TILE; together && tile < (group + 1) * GROUP / TILE; tile++) {
+            apply_tile(&layer->gate_up, &s->input, tile, b, s, s->gate_up, 0);
+            apply_tile(&layer->gate_up, &s->input, tile + m->ffn / TILE, b, s, s->gate_up, 0);
         }
-        set_input(s, gate, m->ffn, t);
+        multiply_gate(m, b, s, group);
     }
     wait_for_all(thread);
-    add_block(thread, m, &layer->down, b, s, layer->mlp_post_norm, at + DOWN, s->gate_up, 2 * m->ffn);
+    add_block(thread, m, &layer->down, &s->gated, b, s, layer->mlp_post_norm, at + DOWN, s->gate_up, 2 * m->ffn);
 }
 
-/* All layers and the final norm: x[tokens, hidden] in and out. */
+/* scale * one row of a matrix. */
+static void gather_row(const Matrix *w, int64_t row, float scale, float *out) {
+    int64_t groups = groups_of(w->columns), lane = row % TILE, vec = lane / LANES, in_vec = lane % LANES;
+    for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *block = w->data + (row / TILE * groups + g) * block_bytes(w->bits);
+        const uint16_t *halves = (const uint16_t *)block;
+        float step = load_half(halves + vec * LANES)[in_vec], offset = load_half(halves + TILE + vec * LANES)[in_vec];
+        for (int k = 0; k < GROUP && g * GROUP + k < w->columns; k++) {
+            const uint8_t *packed = block + TILE * 4 + in_vec * 4 + k % 4;
+            int s = k / 4, value;
+            if (w->bits == 4) {
+                value = packed[(s / 2 * VECS + vec) * LANES * 4] >> (s % 2 * 4) & 15;
+            } else {
+                uint8_t byte = packed[(s * VECS + vec) * LANES * 4];
+                value = SIGNED ? (int8_t)byte : byte;
+            }
+            out[g * GROUP + k] = scale * (step * (float)value + offset);
+        }
+    }
+}
+
+/* The embeddings, all layers and the final norm. */
 void forward(const Model *model, const Batch *batch) {
     Scratch scratch;
-    Barrier barrier = {.spins = num_spins()};
+    Taken parts[batch->num_threads];
+    Barrier barrier = {parts, num_spins()};
+    memset(parts, 0, sizeof parts);
     lay_out(model, batch, batch->scratch, &scratch);
     list_tasks(model, batch, &scratch);
     int has_prompts = scratch.num_decodes < batch->num_tokens;
@@ -1465,9 +1592,12 @@ void forward(const Model *model, const Batch *batch) {
     {
         Scratch own = scratch;
         Thread thread = this_thread(&barrier);
+        Part part = part_of(&thread, batch->num_tokens);
+        for (int64_t t = part.first; t < part.end; t++)
+            gather_row(&model->embedding, batch->tokens[t], model->embedding_scale, batch->x + t * model->hidden);
+        wait_for_all(&thread);
         if (has_prompts) begin_tiles();
         for (int64_t index = 0; index < model->num_layers; index++) run_layer(&thread, model, batch, &own, index);
-        Part part = part_of(&thread, batch->num_tokens);
         for (int64_t t = part.first; t < part.end; t++) {
             float *x = batch->x + t * model->hidden;
             norm_row(x, model->norm, model->hidden, model->eps, x);
@@ -1492,51 +1622,28 @@ void linear(const Matrix *w, const float *x, int64_t rows, float *y, uint8_t *sc
     to.low = to.high + padded(rows * groups * GROUP);
     to.scales = (float *)(to.low + padded(rows * groups * GROUP));
     to.sums = to.scales + padded(rows * groups * sizeof(float)) / sizeof(float);
-    Barrier barrier = {.spins = num_spins()};
+    Taken parts[num_threads];
+    Barrier barrier = {parts, num_spins()};
+    memset(parts, 0, sizeof parts);
 #pragma omp parallel num_threads(num_threads)
     {
         Thread thread = this_thread(&barrier);
-        Part part = part_of(&thread, rows);
+        Part part = part_of(&thread, rows), all = {0, groups};
+        if (tiles) begin_tiles();
+        for (int64_t row = part.first; row < part.end; row++)
 #if TILES
-        if (tiles) {
-            begin_tiles();
-            for (int64_t row = part.first; row < part.end; row++)
-                halve_row(x + row * w->columns, w->columns, row, (uint16_t *)scratch);
-            wait_for_all(&thread);
-            tile_products(&thread, w, (const uint16_t *)scratch, rows, y, 0);
-            end_tiles();
-        } else
+            if (tiles) halve_row(x + row * w->columns, w->columns, row, all, (uint16_t *)scratch);
+            else
 #endif
-        {
-            for (int64_t row = part.first; row < part.end; row++)
-                round_row(x + row * w->columns, w->columns, &to, row);
-            wait_for_all(&thread);
-            product(&thread, w, &to, rows, y, 0);
-        }
-    }
-}
-
-/* out[count, w.columns]: rows of the matrix. */
-void gather(const Matrix *w, const int64_t *rows, int64_t count, float *out) {
-    int64_t groups = groups_of(w->columns);
-    for (int64_t i = 0; i < count; i++) {
-        int64_t lane = rows[i] % TILE, vec = lane / LANES, in_vec = lane % LANES;
-        for (int64_t g = 0; g < groups; g++) {
-            const uint8_t *block = w->data + (rows[i] / TILE * groups + g) * block_bytes(w->bits);
-            const uint16_t *halves = (const uint16_t *)block;
-            float scale = load_half(halves + vec * LANES)[in_vec];
-            float offset = load_half(halves + TILE + vec * LANES)[in_vec];
-            for (int k = 0; k < GROUP && g * GROUP + k < w->columns; k++) {
-                const uint8_t *packed = block + TILE * 4 + in_vec * 4 + k % 4;
-                int step = k / 4, value;
-                if (w->bits == 4) {
-                    value = packed[(step / 2 * VECS + vec) * LANES * 4] >> (step % 2 * 4) & 15;
-                } else {
-                    uint8_t byte = packed[(step * VECS + vec) * LANES * 4];
-                    value = SIGNED ? (int8_t)byte : byte;
-                }
-                out[i * w->columns + g * GROUP + k] = scale * (float)value + offset;
-            }
-        }
+                round_row(x + row * w->columns, w->columns, &to, row, all);
+        wait_for_all(&thread);
+        Loop loop = loop_of(&thread, tiles_of(w));
+        for (int64_t tile; (tile = take(&loop)) >= 0;)
+#if TILES
+            if (tiles) halves_product(w, tile, (const uint16_t *)scratch, rows, y, 0);
+            else
+#endif
+                product(w, tile, &to, rows, y, 0);
+        if (tiles) end_tiles();
     }
 }

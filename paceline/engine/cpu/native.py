@@ -68,6 +68,7 @@ class Layer(ctypes.Structure):
 
 class Model(ctypes.Structure):
     _fields_ = (
+        ("embedding", Matrix),
         ("layers", ctypes.POINTER(Layer)),
         ("norm", ctypes.c_void_p),
         ("num_layers", ctypes.c_int64),
@@ -79,6 +80,7 @@ class Model(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("score_cap", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
         ("activation", ctypes.c_int32),
         ("full_qk_norm", ctypes.c_int32),
     )
@@ -91,6 +93,7 @@ class Batch(ctypes.Structure):
         ("page_size", ctypes.c_int64),
         ("num_pages", ctypes.c_int64),
         ("num_decode_rows", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("kv_indices", ctypes.c_void_p),
         ("starts", ctypes.c_void_p),
@@ -161,7 +164,6 @@ class NativeLibrary:
             ("rounded_bytes", integer, (integer, integer)),
             ("forward", None, (pointer, pointer)),
             ("linear", None, (pointer, pointer, integer, pointer, pointer, integer, ctypes.c_int32)),
-            ("gather", None, (pointer, pointer, integer, pointer)),
         ):
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -192,13 +194,6 @@ class NativeLibrary:
             torch.get_num_threads(),
             tiles,
         )
-        return out
-
-    def gather(self, matrix: PackedMatrix, rows: Tensor) -> Tensor:
-        """Rows of the matrix in float32."""
-        rows = rows.to(torch.int64).contiguous()
-        out = torch.empty(len(rows), matrix.struct.columns)
-        self._library.gather(ctypes.byref(matrix.struct), rows.data_ptr(), len(rows), out.data_ptr())
         return out
 
 

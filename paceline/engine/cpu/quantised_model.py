@@ -58,9 +58,10 @@ class NativeRows:
     order: Index | None = None  # of the tokens of the batch; None: as they are
 
     @classmethod
-    def of(cls, inputs: Inputs) -> NativeRows:
+    def of(cls, inputs: Inputs, *, has_tiles: bool) -> NativeRows:
+        """Without tiles there is no difference between the tokens of prompts and generated ones."""
         prompts, lengths = inputs.prompts, inputs.lengths
-        num_decode_rows = len(prompts) - int(np.count_nonzero(prompts))
+        num_decode_rows = len(prompts) - int(np.count_nonzero(prompts)) if has_tiles else len(prompts)
         pages = np.ascontiguousarray(inputs.page_rows)
         if (prompts[num_decode_rows:] == lengths[num_decode_rows:]).all():
             return cls(inputs.starts, lengths, inputs.offsets, pages, num_decode_rows)
@@ -142,8 +143,7 @@ class QuantisedModel:
         self._ropes = [
             rope_table(rope, spec.head_dim, positions, torch.device("cpu"), spec.rotary_dim) for rope in spec.ropes
         ]
-        self._embedding = matrices["embedding"]
-        self._head = self._embedding if spec.tied else matrices["head"]
+        self._head = matrices["embedding" if spec.tied else "head"]
         self._norm = vectors["norm"]
         self._keep = (vectors, matrices)  # what the structs below point to
         layers = (Layer * spec.num_layers)()
@@ -158,6 +158,7 @@ class QuantisedModel:
             layer.window = spec.windows[index] or 0
         self._layers = layers
         self._model = Model(
+            embedding=matrices["embedding"].struct,
             layers=layers,
             norm=self._norm.data_ptr(),
             num_layers=spec.num_layers,
@@ -169,6 +170,7 @@ class QuantisedModel:
             eps=spec.rms_eps,
             scale=spec.attention_scale or spec.head_dim**-0.5,
             score_cap=spec.score_cap or 0.0,
+            embedding_scale=spec.embedding_scale,
             activation=ACTIVATIONS.index(spec.activation),
             full_qk_norm=spec.full_qk_norm,
         )
@@ -178,23 +180,24 @@ class QuantisedModel:
         if library.has_tiles:
             self.precision += ", for prompts bfloat16 (AMX)"
 
-    @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm. attend: a `NativePass`."""
         assert isinstance(attend, NativePass), "the attention backend of a quantised model is NativeAttention"
-        cache, rows, kv_indices = attend.cache, NativeRows.of(attend.inputs), attend.inputs.kv_indices
+        cache, kv_indices = attend.cache, attend.inputs.kv_indices
+        rows = NativeRows.of(attend.inputs, has_tiles=self._library.has_tiles)
         if rows.order is not None:
             order = torch.from_numpy(rows.order)
             tokens, positions, kv_indices = tokens[order], positions[order], kv_indices[rows.order]
-        x = scaled(self._library.gather(self._embedding, tokens), self.spec.embedding_scale)
+        x = torch.empty(len(tokens), self.spec.hidden_size)
         model = ctypes.byref(self._model)
         keys, values = cache.addresses
         batch = Batch(
             num_tokens=len(tokens),
             num_rows=len(rows.lengths),
-            num_decode_rows=rows.num_decode_rows if self._library.has_tiles else len(rows.lengths),
+            num_decode_rows=rows.num_decode_rows,
             page_size=cache.page_size,
             num_pages=rows.pages.shape[1],
+            tokens=tokens.data_ptr(),
             positions=positions.data_ptr(),
             kv_indices=kv_indices.ctypes.data,
             starts=rows.starts.ctypes.data,
@@ -230,6 +233,5 @@ class QuantisedModel:
     def states(self, hidden: Tensor) -> Tensor:
         return hidden
 
-    @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(scaled(self._library.linear(self._head, hidden), self.spec.logit_scale), self.spec.logit_cap)

@@ -15,7 +15,15 @@ import torch
 from paceline.config import ConfigError
 from paceline.engine import build
 from paceline.engine.cpu import native
-from paceline.engine.cpu.native import NativeError, NativeLibrary, PackedMatrix, native_library, round_inputs
+from paceline.engine.cpu.native import (
+    Batch,
+    Model,
+    NativeError,
+    NativeLibrary,
+    PackedMatrix,
+    native_library,
+    round_inputs,
+)
 from paceline.model.quantised import quantise
 from tests.helpers import library_with_tiles, needs_compiler, portable_library
 from tests.model.test_quantised import Q, write
@@ -98,12 +106,18 @@ def test_tiles_with_other_results_are_not_used(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_a_matrix_are_gathered(library: NativeLibrary, bits: int) -> None:
-    weight = quantise(random(75, 80), bits)
-    ids = torch.tensor([74, 0, 33, 33, 8])
-    torch.testing.assert_close(
-        library.gather(PackedMatrix(library, weight), ids), weight.dequantise()[ids], rtol=0, atol=1e-6
-    )
+def test_embeddings_are_gathered_and_normed(library: NativeLibrary, bits: int) -> None:
+    """A model without layers."""
+    weight, norm, tokens = quantise(random(75, 80), bits), random(80, seed=1), torch.tensor([74, 0, 33, 33, 8])
+    embedding, x = PackedMatrix(library, weight), torch.empty(5, 80)
+    model = Model(embedding=embedding.struct, norm=norm.data_ptr(), hidden=80, embedding_scale=2.0)
+    model.num_heads = model.num_kv_heads = 1
+    batch = Batch(num_tokens=5, tokens=tokens.data_ptr(), x=x.data_ptr(), num_threads=2)
+    scratch = torch.empty(library.scratch_bytes(ctypes.byref(model), ctypes.byref(batch)) + 64, dtype=torch.uint8)
+    batch.scratch = -(-scratch.data_ptr() // 64) * 64
+    library.forward(ctypes.byref(model), ctypes.byref(batch))
+    rows = 2 * weight.dequantise()[tokens]
+    torch.testing.assert_close(x, rows * rows.square().mean(1, keepdim=True).rsqrt() * norm, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
