@@ -1217,6 +1217,13 @@ MUTANTS = [
         ("tests/oracle/test_quantised_tokens.py",),
     ),
     Mutant(
+        "the first chunk that a window reaches into is skipped",
+        "engine/cpu/native.c",
+        "oldest / CHUNK : 0;",
+        "oldest / CHUNK + 1 : 0;",
+        ("tests/oracle/test_quantised_tokens.py::test_windows_in_a_context_of_several_chunks",),
+    ),
+    Mutant(
         "what a retracted request has generated is computed as its prompt",
         "engine/cpu/quantised_model.py",
         "        if (prompts[num_decode_rows:] == lengths[num_decode_rows:]).all():\n",

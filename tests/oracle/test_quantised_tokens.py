@@ -67,7 +67,7 @@ def quantised(
     return model, Decoder(spec, vectors | {name: one.dequantise() for name, one in matrices.items()})
 
 
-def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | None = None) -> None:
+def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | None = None, *, factor: int = 1) -> None:
     """The logits of generated tokens, and those of prompts if tiles compute them. A sum in another order may round an
     input, a key or a value the other way, and change all that follows a little. The reference does not round the
     weights of attention."""
@@ -79,14 +79,14 @@ def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "linear", lambda x, weight, bias=None: linear(round_inputs(x), weight, bias))
-        expected = logits_in_chunks(reference, adapter)
+        expected = logits_in_chunks(reference, adapter, factor)
         patch.setattr(F, "linear", with_halves)
-        expected_of_prompts = logits_in_chunks(reference, adapter, are_prompts=True)
-    difference, spread = (logits_in_chunks(model, adapter) - expected).abs(), float(expected.std())
+        expected_of_prompts = logits_in_chunks(reference, adapter, factor, are_prompts=True)
+    difference, spread = (logits_in_chunks(model, adapter, factor) - expected).abs(), float(expected.std())
     assert float(difference.mean()) < 5e-4 * spread
-    assert float(difference.max()) < 2e-2 * spread
+    assert float(difference.max()) < 3e-2 * spread
     if model._library.has_tiles:
-        difference = (logits_in_chunks(model, adapter, are_prompts=True) - expected_of_prompts).abs()
+        difference = (logits_in_chunks(model, adapter, factor, are_prompts=True) - expected_of_prompts).abs()
         assert float(difference.mean()) < 0.015 * spread
         assert float(difference.max()) < 0.25 * spread
 
@@ -135,21 +135,30 @@ def test_scheduling_changes_no_bit(family: str, tiles: bool, options: dict[str, 
         {"windows": (5, None), "layer_ropes": (None, 0), "tied": True},
         {"head_dim": 64, "num_heads": 16, "num_kv_heads": 1},
         {"head_dim": 36},
+        {"head_dim": 128},
     ],
     ids=str,
 )
 def test_every_option_of_a_spec_gives_the_logits_of_the_reference(options: dict[str, Any]) -> None:
+    model, reference = random_model(options)
+    compare(model, reference)
+    adapter = random_adapter(model.spec)
+    compare(model, reference, adapter)
+    assert (logits_in_chunks(model, adapter)[1:] - logits_in_chunks(model)[1:]).abs().max() > 0.1
+
+
+def test_windows_in_a_context_of_several_chunks() -> None:
+    compare(*random_model({"windows": (70, None)}), factor=4)
+
+
+def random_model(options: dict[str, Any]) -> tuple[QuantisedModel, Decoder]:
     sizes: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     sizes |= {"ffn_size": 96, "vocab_size": 120, "context_tokens": 256, "family": "llama"}
     spec = ModelSpec(**{**sizes, **options})
     weights = random_weights(spec, seed=4, dtype="float32")
     if spec.tied:
         weights["head"] = weights["embedding"]
-    model, reference = quantised(spec, weights, 8, library_with_tiles())
-    compare(model, reference)
-    adapter = random_adapter(spec)
-    compare(model, reference, adapter)
-    assert (logits_in_chunks(model, adapter)[1:] - logits_in_chunks(model)[1:]).abs().max() > 0.1
+    return quantised(spec, weights, 8, library_with_tiles())
 
 
 def with_halves_in(attend: Attend, spec: ModelSpec, *, are_prompts: bool) -> Attend:
@@ -188,21 +197,25 @@ def random_adapter(spec: ModelSpec) -> LoraWeights:
     )
 
 
-def logits_in_chunks(model: Any, adapter: LoraWeights | None = None, *, are_prompts: bool = False) -> torch.Tensor:
-    """Of two rows: one computed in three chunks beside the other, on pages in no order. The first has the adapter."""
-    tokens = torch.randint(0, 120, (2, 60), generator=torch.Generator().manual_seed(2)).numpy()
-    tables = SlotTables(2, 64, 4)
-    tables.tokens[:, :60] = tokens
-    tables.pages[:] = np.random.default_rng(3).permutation(40)[: tables.pages.size].reshape(tables.pages.shape)
-    attention = attention_for(model, KVCache(model.spec, 40, 4, model.kv_dtype))
+def logits_in_chunks(
+    model: Any, adapter: LoraWeights | None = None, factor: int = 1, *, are_prompts: bool = False
+) -> torch.Tensor:
+    """Of two rows: one computed in three chunks beside the other, on pages in no order. The first has the adapter.
+    factor: of all lengths."""
+    num_tokens, num_pages = 60 * factor, 40 * factor
+    tables = SlotTables(2, 64 * factor, 4)
+    tables.tokens[:, :num_tokens] = torch.randint(
+        0, 120, (2, num_tokens), generator=torch.Generator().manual_seed(2)
+    ).numpy()
+    tables.pages[:] = np.random.default_rng(3).permutation(num_pages)[: tables.pages.size].reshape(tables.pages.shape)
+    attention = attention_for(model, KVCache(model.spec, num_pages, 4, model.kv_dtype))
     parts = []
-    for starts, lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
-        inputs = tables.row_inputs(
-            np.arange(len(starts)), np.array(starts), np.array(lengths), prompts=np.array(lengths) * are_prompts
-        )
+    for row_starts, row_lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
+        starts, lengths = np.array(row_starts) * factor, np.array(row_lengths) * factor
+        inputs = tables.row_inputs(np.arange(len(starts)), starts, lengths, prompts=lengths * are_prompts)
         lora = None
         if adapter is not None:
-            lora = LoraRows([(torch.arange(lengths[0]), model.prepare_adapter(adapter))])
+            lora = LoraRows([(torch.arange(int(lengths[0])), model.prepare_adapter(adapter))])
         attend = attention.begin(inputs)
         if isinstance(model, Decoder):
             attend = with_halves_in(attend, model.spec, are_prompts=are_prompts)

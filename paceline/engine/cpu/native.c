@@ -1202,7 +1202,12 @@ INLINE Attention in_partial(const Model *m, const Batch *b, const Scratch *s, co
                        .width = width_of(m), .tokens = tokens_of(b, task)};
 }
 
-INLINE int64_t first_chunk(const Task *task) { return task->chunk < 0 ? 0 : task->chunk; }
+/* The chunk that a task begins with. */
+INLINE int64_t first_chunk(const Layer *layer, const Batch *b, const Task *task) {
+    if (task->chunk >= 0) return task->chunk;
+    int64_t oldest = b->starts[task->row] + task->first - layer->window + 1;
+    return layer->window && oldest > 0 ? oldest / CHUNK : 0;
+}
 
 /* One task of attention: writes its partial result, or the result if it is not divided by chunks. The keys and values of
    its first chunk were prefetched; those of the next task (or NULL) are meanwhile. */
@@ -1225,16 +1230,16 @@ static void attend(const Model *m, const Layer *layer, const Batch *b, const Scr
     if (task->chunk >= 0) {
         Attention place = in_partial(m, b, s, task);
         part.out = place.out, part.top = place.top, part.totals = place.totals;
-        if (next) prefetch_chunk(m, layer, b, index, next, next->chunk);
+        if (next) prefetch_chunk(m, layer, b, index, next, first_chunk(layer, b, next));
         attend_chunk(m, b, &part, index, task->row, task->chunk);
         return;
     }
     float out[count * width] ALIGNED, top[count], totals[count];
     Attention all = {NULL, out, top, totals, size, width, 0, 0, tokens, 0};
     clear(&all, count);
-    for (int64_t chunk = 0; chunk * CHUNK < start + tokens; chunk++) {
+    for (int64_t chunk = first_chunk(layer, b, task); chunk * CHUNK < start + tokens; chunk++) {
         if ((chunk + 1) * CHUNK < start + tokens) prefetch_chunk(m, layer, b, index, task, chunk + 1);
-        else if (next) prefetch_chunk(m, layer, b, index, next, 0);
+        else if (next) prefetch_chunk(m, layer, b, index, next, first_chunk(layer, b, next));
         attend_chunk(m, b, &part, index, task->row, chunk);
         merge(&all, &part, count);
     }
@@ -1515,7 +1520,8 @@ static void run_layer(const Thread *thread, const Model *m, const Batch *b, Scra
         halve(heads + num_qk * size, m->num_kv_heads * size, b->values[index] + at);
     }
     Part own = part_of(thread, s->num_tasks);
-    if (own.first < own.end) prefetch_chunk(m, layer, b, index, s->tasks + own.first, first_chunk(s->tasks + own.first));
+    const Task *first = s->tasks + own.first;
+    if (own.first < own.end) prefetch_chunk(m, layer, b, index, first, first_chunk(layer, b, first));
     wait_for_all(thread);
     Loop tasks = loop_of(thread, s->num_tasks);
     for (int64_t task; (task = take(&tasks)) >= 0;)
