@@ -82,7 +82,7 @@ class ScoredModel:
         self.scales: Tensor | None = None  # of a KV cache in FP8
         num_pages = -(-max_tokens // _PAGE_SIZE)
         self._tables = SlotTables(1, max_tokens, _PAGE_SIZE)
-        self._tables.pages[0] = np.arange(num_pages)
+        self._tables.pages[0], self._tables.prompts[0] = np.arange(num_pages), max_tokens
         self._attention = attention_for(decoder, KVCache(decoder.spec, num_pages, _PAGE_SIZE, decoder.kv_dtype))
         if fp8_kv:
             ids = calibration_ids(decoder.spec, max_tokens)
@@ -101,8 +101,7 @@ class ScoredModel:
         return torch.cat(parts)
 
     def _begin(self, start: int, length: int) -> tuple[Tensor, Tensor, Attend]:
-        lengths = np.array([length])
-        inputs = self._tables.row_inputs(np.zeros(1, np.int64), np.array([start]), lengths, prompts=lengths)
+        inputs = self._tables.row_inputs(np.zeros(1, np.int64), np.array([start]), np.array([length]))
         return torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), self._attention.begin(inputs)
 
     def logprobs(self, hidden: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def test_the_kernels_of_quantised_weights_are_compiled_and_checked(
 ) -> None:
     monkeypatch.setattr(software, "_import_torch", lambda: fake_torch(available=False))
     found = only(software.check_cpu_kernels())
-    assert found.status is Status.OK and f"checked ({native_library().isa})" in found.text
+    assert found.status is Status.OK and f"checked ({native_library().isa}" in found.text
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     native_library.cache_clear()

@@ -208,11 +208,12 @@ def logits_in_chunks(
         0, 120, (2, num_tokens), generator=torch.Generator().manual_seed(2)
     ).numpy()
     tables.pages[:] = np.random.default_rng(3).permutation(num_pages)[: tables.pages.size].reshape(tables.pages.shape)
+    tables.prompts[:] = num_tokens * are_prompts
     attention = attention_for(model, KVCache(model.spec, num_pages, 4, model.kv_dtype))
     parts = []
     for row_starts, row_lengths in (([0, 0], [13, 1]), ([13, 1], [33, 58]), ([46, 59], [1, 1]), ([47], [12])):
         starts, lengths = np.array(row_starts) * factor, np.array(row_lengths) * factor
-        inputs = tables.row_inputs(np.arange(len(starts)), starts, lengths, prompts=lengths * are_prompts)
+        inputs = tables.row_inputs(np.arange(len(starts)), starts, lengths)
         lora = None
         if adapter is not None:
             lora = LoraRows([(torch.arange(int(lengths[0])), model.prepare_adapter(adapter))])

@@ -58,13 +58,7 @@ class SlotTables:
     def inputs(self, plan: Plan, num_verified: int = 0) -> Inputs:
         """Of a plan with exact positions. The first `num_verified` rows sample after each of their tokens."""
         slots, starts, lengths = (column.astype(np.int64) for column in (plan.slots, plan.starts, plan.lengths))
-        prompts = None
-        if plan.num_decodes < len(slots):
-            prompts = np.clip(self.prompts[slots] - starts, 0, lengths)
-            prompts[: plan.num_decodes] = 0
-        return self.row_inputs(
-            slots, starts, lengths, plan.samples, num_verified, prompts=prompts, shares=plan.sharing is not None
-        )
+        return self.row_inputs(slots, starts, lengths, plan.samples, num_verified, shares=plan.sharing is not None)
 
     def row_inputs(
         self,
@@ -74,11 +68,10 @@ class SlotTables:
         samples: npt.NDArray[np.bool_] | None = None,
         num_verified: int = 0,
         *,
-        prompts: Index | None = None,
         shares: bool = False,
     ) -> Inputs:
         """Of rows that feed `lengths` tokens from `starts` on. samples: which sample after their last token; default:
-        all. prompts: see `Inputs`; default: none."""
+        all."""
         size, num_tokens = self.page_size, int(lengths.sum())
         if num_tokens == len(slots):  # one token per row: a decode batch
             offsets, token_slots, positions = np.arange(len(slots)), slots, starts
@@ -102,7 +95,7 @@ class SlotTables:
             starts=starts,
             lengths=lengths,
             offsets=offsets,
-            prompts=np.zeros(len(slots), np.int64) if prompts is None else prompts,
+            prompts=np.minimum(np.maximum(self.prompts[slots] - starts, 0), lengths),
             page_rows=self.pages[slots, :num_pages],
             sampled=sampled,
             sampled_slots=token_slots[sampled],

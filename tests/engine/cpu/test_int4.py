@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from paceline.config import EngineConfig
 from paceline.doctor.model_files import check_model_memory
 from paceline.engine import build
-from paceline.engine.cpu.native import NativeError
+from paceline.engine.cpu.native import NativeError, native_library
 from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.llm import LLM, RequestOutput
 from paceline.model.layout import is_matrix, target_shapes
@@ -45,7 +45,10 @@ def run(path: Path, **options: Any) -> tuple[Any, list[RequestOutput]]:
 
 @needs_compiler
 @pytest.mark.parametrize("name", FORMATS)
-def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(native_library(), "has_tiles", False)  # which round weights to bfloat16
     path = save(tmp_path / "model", FORMATS[name])
     engine, found = run(path)
     assert isinstance(engine.executor.runner.decoder, QuantisedModel) and engine.info.dtype == "4- and 8-bit"
