@@ -495,7 +495,10 @@ class EngineConfig:
     )
     quantization: str = option("auto", "weights with fewer bits than dtype", choices=QUANTIZATION)
     kv_dtype: str = option(
-        "auto", "data type of the KV cache (vLLM, SGLang: kv_cache_dtype, where fp8 is fp8_e4m3)", choices=KV_DTYPES
+        "auto",
+        "data type of the KV cache (vLLM, SGLang: kv_cache_dtype, where fp8 is fp8_e4m3); auto: dtype, or bfloat16 "
+        "with quantised weights on a CPU",
+        choices=KV_DTYPES,
     )
     threads: int | None = option(None, "number of CPU threads for compute; default: one per core", low=1, high=1024)
     overlap: str | None = option(

@@ -349,27 +349,19 @@ INLINE vf sum_lanes(vf v[LANES]) {
     return v[0];
 }
 
-INLINE float largest_lane(vf v) {
-#pragma GCC unroll 4
-    for (int width = 1; width < LANES; width *= 2) v = larger(FROM(v, v, l ^ width), v);
-    return v[0];
-}
-INLINE float lane_sum(vf v) {
-#pragma GCC unroll 4
-    for (int width = 1; width < LANES; width *= 2) v += FROM(v, v, l ^ width);
-    return v[0];
-}
+/* All lanes of v as one: `both` combines v and `other`, in which lanes have changed places. */
+#define REDUCE(v, both)                                                \
+    _Pragma("GCC unroll 4") for (int width = 1; width < LANES; width *= 2) { \
+        __typeof__(v) other = FROM(v, v, l ^ width);                   \
+        v = (both);                                                    \
+    }                                                                  \
+    return v[0]
+
 INLINE vi larger_int(vi a, vi b) { return (vi)choose(a > b, (vf)a, (vf)b); }
-INLINE int32_t largest_int(vi v) {
-#pragma GCC unroll 4
-    for (int width = 1; width < LANES; width *= 2) v = larger_int(FROM(v, v, l ^ width), v);
-    return v[0];
-}
-INLINE int32_t int_sum(vi v) {
-#pragma GCC unroll 4
-    for (int width = 1; width < LANES; width *= 2) v += FROM(v, v, l ^ width);
-    return v[0];
-}
+INLINE float largest_lane(vf v) { REDUCE(v, larger(other, v)); }
+INLINE int32_t largest_int(vi v) { REDUCE(v, larger_int(other, v)); }
+INLINE float lane_sum(vf v) { REDUCE(v, v + other); }
+INLINE int32_t int_sum(vi v) { REDUCE(v, v + other); }
 
 /* ---------------------------------------------------------------- tiles
 

@@ -52,6 +52,8 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(
     path = save(tmp_path / "model", FORMATS[name])
     engine, found = run(path)
     assert isinstance(engine.executor.runner.decoder, QuantisedModel) and engine.info.dtype == "4- and 8-bit"
+    keys = engine.executor.runner.cache.keys[0]
+    assert keys.dtype == torch.bfloat16 and keys.data_ptr() % 64 == 0 and engine.info.kv_dtype == "bfloat16"
     engine, expected = run(path, quantization="none")
     assert engine.info.dtype == "float32"
     # Keys and values are rounded to bfloat16, inputs to 15 bits and offsets to float16.
