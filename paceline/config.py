@@ -696,6 +696,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "small-behind-large": "TTFT of 11 prompts of 256 tokens that arrive right after 18 of 2,560",
     "startup": "time from the start of a process to its first token",
     "cold": "a new process without compiled kernels: time until it is ready, and what first uses cost",
+    "mix": "all features, long prompts and long contexts at random in a new process: the longest launch",
     "profile": "GPU time by kernel",
     "check": "greedy tokens within tolerance of float32, and equal in all overlap modes",
     "logits": "logits compared with transformers, same weights",
@@ -710,7 +711,7 @@ OFFLINE_PARTS: Mapping[str, str] = {
     "pd": "prefill/decode disaggregation, two engines on one device: rate of the KV against a pinned copy, and tokens",
     "sanitizer": "a short run under compute-sanitizer, if installed",
     "tiny": "that short run without compute-sanitizer",
-    "first-uses": "the first runs of nano, gsp and zipf, of every feature, and a mix of all (used by cold)",
+    "first-uses": "the first runs of nano, gsp and zipf, and of every feature (used by cold)",
     "first-fetch": "the first fetches from host memory (used by cold)",
     "pd-prefill": "the prefill engine of pd (used by pd)",
 }  # what `paceline bench offline` runs; from `check` on, a part prints PASS or FAIL
@@ -741,7 +742,7 @@ class OfflineConfig:
     trace: str | None = option(None, "file to write a timeline of all runs (host and device) to, for Perfetto")
     running: int = option(240, "part long: number of running requests while the long prompts arrive", low=1)
     soak_seconds: float = option(300.0, "part soak: duration in seconds", low=0.1)
-    mix_seconds: float = option(60.0, "part cold: duration of the mix of all features in seconds", low=0.1)
+    mix_seconds: float = option(60.0, "parts mix and cold: duration of the mix in seconds", low=0.1)
 
     def __post_init__(self) -> None:
         check_options(self)
