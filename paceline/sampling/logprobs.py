@@ -8,7 +8,7 @@ prompt logprobs is computed from the token before the first requested one on, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -86,11 +86,26 @@ class LogprobTable:
         return requests
 
 
-def split(request: LogprobRequest, max_rows: int = MAX_LOGIT_ROWS) -> Iterator[LogprobRequest]:
-    """The same request in parts of at most `max_rows` rows of logits."""
-    for at in range(0, request.count, max_rows):
-        count = min(max_rows, request.count - at)
-        yield replace(request, index=request.index + at, count=count, first=request.first + at)
+def batches(requests: Iterable[LogprobRequest], max_rows: int) -> Iterator[list[LogprobRequest]]:
+    """The same requests, in order, in batches of `max_rows` rows of logits together; the last one may have fewer."""
+    batch: list[LogprobRequest] = []
+    room = max_rows
+    for request in requests:
+        while request.count:
+            part = replace(request, count=min(room, request.count))
+            batch.append(part)
+            room -= part.count
+            request = replace(
+                request,
+                index=request.index + part.count,
+                count=request.count - part.count,
+                first=request.first + part.count,
+            )
+            if not room:
+                yield batch
+                batch, room = [], max_rows
+    if batch:
+        yield batch
 
 
 def without_nan(logits: Tensor) -> Tensor:
@@ -144,7 +159,7 @@ def prompt_runs(
     tokens that follow them."""
     runs = []
     for request in requests:
-        for part in split(request):
+        for (part,) in batches([request], MAX_LOGIT_ROWS):
             valid = without_nan(logits_of(part.index, part.count))
             logprobs, ids = valid.log_softmax(dim=-1), top_ids(valid, part.num_top)
             chosen = logprobs.gather(1, tokens_of(part)[:, None])[:, 0]

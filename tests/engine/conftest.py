@@ -32,10 +32,10 @@ def graphs_at_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every pass that can run as a CUDA graph does so, from the first one on."""
     find = CudaGraphs.find
 
-    def capturing(self: CudaGraphs, size: int, key: GraphKey) -> Graph | None:
+    def capturing(self: CudaGraphs, size: int, key: GraphKey, *, may_capture: bool) -> Graph | None:
         if (size, key) not in self._graphs:
             self.capture(size, key)
-        return find(self, size, key)
+        return find(self, size, key, may_capture=may_capture)
 
     monkeypatch.setattr(CudaGraphs, "find", capturing)
 

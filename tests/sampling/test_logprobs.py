@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from paceline.request import Request, SamplingParams
-from paceline.sampling.logprobs import LogprobTable, LogprobWidth, output_logprobs, top_ids, without_nan
+from paceline.sampling.logprobs import (
+    LogprobRequest,
+    LogprobTable,
+    LogprobWidth,
+    batches,
+    output_logprobs,
+    top_ids,
+    without_nan,
+)
 from paceline.scheduler.plan import Join, Plan
 
 ROWS = {
@@ -25,6 +33,21 @@ def test_most_likely_tokens_are_first_and_ties_by_lower_id(count: int) -> None:
     logits = without_nan(torch.stack(list(ROWS.values())))
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     assert top_ids(logits, count).tolist() == order[:, :count].tolist()
+
+
+def test_requests_fill_batches_of_one_size() -> None:
+    requests = [LogprobRequest(row, 10 * row, count, 1, 2) for row, count in enumerate((3, 5, 0, 1, 4))]
+    found = list(batches(requests, 4))
+    assert [sum(part.count for part in batch) for batch in found] == [4, 4, 4, 1]
+    parts = [part for batch in found for part in batch]
+    assert [(part.row, part.index, part.first, part.count) for part in parts] == [
+        (0, 0, 1, 3),
+        (1, 10, 1, 1),
+        (1, 11, 2, 4),
+        (3, 30, 1, 1),
+        (4, 40, 1, 3),
+        (4, 43, 4, 1),
+    ]
 
 
 def table_of(*each: SamplingParams) -> LogprobTable:

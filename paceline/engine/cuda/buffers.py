@@ -10,22 +10,32 @@ from paceline.engine.cuda.streams import Streams
 from paceline.kernels.layouts import DRAFT_WORDS, LOGPROB_WORDS
 
 SENT_AT_ONCE = 2  # passes of a stage of a pipeline whose hidden states are sent while the next is computed
-_INITIAL_WORDS = 1 << 18  # of an upload buffer; it grows when a pass needs more
+_INITIAL_WORDS = 1 << 20  # of an upload buffer; it grows when a pass needs more, and that launch waits
 
 
 class PassBuffers:
     """The buffers and events of one forward pass at a time. They are reused once its results have been read."""
 
     def __init__(
-        self, streams: Streams, max_running: int, max_rows: int, hidden_size: int, device: torch.device
+        self,
+        streams: Streams,
+        max_running: int,
+        max_rows: int,
+        max_prompt_lines: int,
+        hidden_size: int,
+        device: torch.device,
     ) -> None:
-        """max_rows: most tokens that a pass samples, which are more than its rows if they have drafts."""
+        """max_rows: most tokens that a pass samples, which are more than its rows if they have drafts.
+        max_prompt_lines: most lines of prompt logprobs."""
         self._streams, self._device = streams, device
         self.uploaded, self.began, self.ended, self.copied = (streams.event() for _ in range(4))
         self.fetch_began, self.fetched = (streams.event() for _ in range(2))
         self.proposed, self.drafts_copied = (streams.event() for _ in range(2))
         self.results = streams.pinned(max_rows)
         self.logprobs = streams.pinned(max_rows * LOGPROB_WORDS).view(max_rows, LOGPROB_WORDS)
+        shape = (max_prompt_lines, LOGPROB_WORDS)
+        self.prompt_lines = torch.empty(shape, dtype=torch.int32, device=device)
+        self.host_prompt_lines = streams.pinned(self.prompt_lines.numel()).view(shape)
         # First the drafts that the host computes masks for, if it does, then the results.
         self.drafts = streams.pinned(max_running * DRAFT_WORDS).view(max_running, DRAFT_WORDS)
         self.pooled = torch.empty(max_running, hidden_size, device=device)  # hidden states of prompts that are embedded

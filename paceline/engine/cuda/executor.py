@@ -43,7 +43,8 @@ from paceline.engine.cuda.kv_scales import calibrate, scales_digest
 from paceline.engine.cuda.launch_watch import LaunchWatch
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.prefill import PrefillRunner
-from paceline.engine.cuda.sampling import CudaSampling, PromptLogprobs, logprob_columns
+from paceline.engine.cuda.prompt_logprobs import PromptLogprobs, logprob_columns, prompt_runs
+from paceline.engine.cuda.sampling import CudaSampling
 from paceline.engine.cuda.sharing import BLOCK_SIZES, ShareRule
 from paceline.engine.cuda.stats import ExecutorStats
 from paceline.engine.cuda.streams import CudaEvent, Streams
@@ -60,6 +61,7 @@ from paceline.kernels.slot_state import SlotState, apply_diff
 from paceline.model.decoder import Decoder
 from paceline.model.lora import LoraFile, LoraWeights, arrange_adapter
 from paceline.model.spec import ModelError
+from paceline.sampling.logprobs import LogprobRequest
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan, Swap
 from paceline.shared_pages import SharedPages
@@ -94,12 +96,12 @@ class CudaPending:
         previous_end: CudaEvent | None,
         packed: PackedBatch,
         bucket: int,
-        prompt_logprobs: list[PromptLogprobs],
+        prompt_logprobs: Sequence[LogprobRequest],
     ) -> None:
         self._executor, self._buffers, self._previous_end = executor, buffers, previous_end
         self._packed, self.bucket = packed, bucket
         self._result: Result | None = None
-        self.prompt_logprobs = prompt_logprobs  # kept until their copies have ended
+        self.prompt_logprobs = prompt_logprobs
         self.delayed: Callable[[Masks], None] | None = None
         self.slow_launch: str | None = None
         self.num_drafts = 0  # of each row, at most
@@ -154,8 +156,6 @@ class CudaPending:
                 if self.has_counts:
                     counts, num_drafts = np.ones(count, np.int32), np.zeros(count, np.int32)
             logprobs = None if width is None else logprob_columns(buffers.logprobs.numpy()[kept], width)
-            prompt_logprobs = tuple(one.result() for one in self.prompt_logprobs)
-            self.prompt_logprobs = []
             self._result = Result(
                 tokens,
                 device_s,
@@ -163,7 +163,7 @@ class CudaPending:
                 num_drafts,
                 idle_s=idle_s,
                 logprobs=logprobs,
-                prompt_logprobs=prompt_logprobs,
+                prompt_logprobs=prompt_runs(buffers.host_prompt_lines.numpy(), self.prompt_logprobs),
                 fetch_s=fetch_s,
                 slow_launch=self.slow_launch,
                 pooled=self._pooled_states(),
@@ -251,9 +251,8 @@ class CudaExecutor(Executor):
         self.swap = None
         if num_host_pages or role == "prefill":
             self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages, share_host=role == "decode")
-        self.sampling = CudaSampling(
-            streams, self.state, model.max_rows, spec.vocab_size, depth, has_drafts=max_drafts > 0
-        )
+        self.sampling = CudaSampling(streams, self.state, model, depth, has_drafts=max_drafts > 0)
+        self.prompt_logprobs = PromptLogprobs(model, self.state.token_pool)
         self.drafts = None
         if max_drafts:
             self.drafts = DraftBuffers.empty(max_running, model.max_rows, depth, max_length, max_running, device)
@@ -318,7 +317,11 @@ class CudaExecutor(Executor):
         )
         self._num_steps = 0  # the value of the device's step counter once everything launched has run
 
-        self._ring = [PassBuffers(streams, max_running, model.max_rows, spec.hidden_size, device) for _ in range(depth)]
+        prompt_lines = model.max_tokens if model.shard.is_last else 0
+        self._ring = [
+            PassBuffers(streams, max_running, model.max_rows, prompt_lines, spec.hidden_size, device)
+            for _ in range(depth)
+        ]
         self._pending: list[CudaPending | None] = [None] * depth  # by index of the ring
         self._count = 0  # of launched passes
         self._prepared: tuple[Plan, PassBuffers, PackedBatch] | None = None  # for the next launch
@@ -367,13 +370,16 @@ class CudaExecutor(Executor):
 
     def _likely_graphs(self) -> Iterator[tuple[int, GraphKey]]:
         """Graphs that are captured before they are needed, the most likely first; of decode batches the largest first,
-        so that smaller ones reuse its memory."""
+        so that smaller ones reuse its memory. One of a prefill batch comes first: the first launch of a kernel takes
+        longer, and most kernels of larger batches are the same."""
         sizes = self.graphs.sizes[::-1]
+        for bucket in self.prefill.buckets[-1:]:
+            yield sizes[0], GraphKey(prefill=bucket)
         plain = [(size, key) for size in sizes for key in forward_keys(size)]
         yield from plain
         if self.model.lora is not None:
             yield from ((size, key._replace(lora=True)) for size, key in plain)
-        for bucket in self.prefill.buckets:
+        for bucket in self.prefill.buckets[:-1]:
             yield sizes[0], GraphKey(prefill=bucket)
         if self.attention.shared_units is not None:
             for key in (GraphKey(shared_block_m=block) for block in BLOCK_SIZES):
@@ -486,7 +492,9 @@ class CudaExecutor(Executor):
         self._count += 1
         logits = index = after = None
         num_drafts = 0
-        prompt_logprobs: list[PromptLogprobs] = []
+        prompt_logprobs: Sequence[LogprobRequest] = ()
+        # Ranks must have the same graphs, whichever of them is ahead.
+        may_capture = self.model.group is not None or previous is None or previous.query()
         with streams.use(streams.engine):
             if packed.num_words:
                 buffers.uploaded.wait(streams.engine)
@@ -512,16 +520,19 @@ class CudaExecutor(Executor):
                     if num_drafts:
                         # Only a draft model samples in this stage.
                         sampled = filters and self.draft_model is not None
-                        self._replay(bucket, key._replace(stage=GraphStage.DRAFTS, filters=sampled, lora=False))
+                        stage = key._replace(stage=GraphStage.DRAFTS, filters=sampled, lora=False)
+                        self._replay(bucket, stage, may_capture=may_capture)
                         buffers.proposed.record(streams.engine)
                     key = key._replace(stage=GraphStage.LOGITS)
                 elif self.model.shard.is_last:  # otherwise it ends with the hidden states
                     key = key._replace(filters=filters, adjusts=adjusts, logprobs=logprobs)
-                by_graph = self._replay(bucket, key)
+                by_graph = self._replay(bucket, key, may_capture=may_capture)
             else:
                 bucket = 0
                 index = buffers.span(packed.sampled)
-                by_graph, logits, prompt_logprobs = self._run_prefill(plan, buffers, packed, index)
+                by_graph, logits, prompt_logprobs = self._run_prefill(
+                    plan, buffers, packed, index, may_capture=may_capture
+                )
                 index = index[: packed.num_sampled]
                 if packed.num_sampled:
                     self.sampling.step.add_(1)
@@ -560,9 +571,9 @@ class CudaExecutor(Executor):
         bucket, most = self.graphs.bucket(plan.num_rows, GraphKey()), plan.drafts.max()
         return max((depth for rows, depth in self.draft_sizes if rows == bucket and depth <= most), default=0)
 
-    def _replay(self, rows: int, key: GraphKey) -> bool:
+    def _replay(self, rows: int, key: GraphKey, *, may_capture: bool) -> bool:
         """Runs a pass, or a stage of it, as a graph if there is one, else kernel by kernel; returns which."""
-        graph = self.graphs.find(rows, key)
+        graph = self.graphs.find(rows, key, may_capture=may_capture)
         if graph is None:
             self.run_pass(rows, key)
         else:
@@ -570,10 +581,11 @@ class CudaExecutor(Executor):
         return graph is not None
 
     def _run_prefill(
-        self, plan: Plan, buffers: PassBuffers, packed: PackedBatch, index: Tensor
-    ) -> tuple[bool, Tensor | None, list[PromptLogprobs]]:
-        """Runs a prefill or mixed batch. Returns whether it ran as a graph, the logits of the sampling rows, and the
-        logprobs of prompts; hidden states of prompts that are embedded are summed into `buffers.pooled`. Stages of a
+        self, plan: Plan, buffers: PassBuffers, packed: PackedBatch, index: Tensor, *, may_capture: bool
+    ) -> tuple[bool, Tensor | None, Sequence[LogprobRequest]]:
+        """Runs a prefill or mixed batch. Returns whether it ran as a graph, the logits of the sampling rows, and which
+        logprobs of prompts are in `buffers.prompt_lines`; hidden states of prompts that are embedded are summed into
+        `buffers.pooled`. Stages of a
         pipeline before the last have none of it. index: the tokens of the sampling rows, padded."""
         model, num_pooled = self.model, len(packed.pooled_rows)
         requests = self._packer.logprobs.of_prompts(plan) if model.shard.is_last else []
@@ -589,7 +601,7 @@ class CudaExecutor(Executor):
                 all_states=all_states,
                 lora=packed.has_adapters,
             )
-            by_graph = self._replay(self.graphs.sizes[-1], key)
+            by_graph = self._replay(self.graphs.sizes[-1], key, may_capture=may_capture)
             if not all_states:
                 return by_graph, model.last_logits(packed.num_sampled) if model.shard.is_last else None, []
             hidden = model.last_states(packed.num_tokens)
@@ -600,12 +612,11 @@ class CudaExecutor(Executor):
             hidden = self.prefill.run(packed, buffers.span, rows, None if all_states else index)
         if num_pooled:
             pool_states(hidden, buffers.span(packed.pool_ranges), buffers.pooled[:num_pooled])
-        slots = [int(plan.slots[request.row]) for request in requests]
-        prompt_logprobs = self.sampling.prompt_logprobs(requests, slots, model, hidden)
+        self.prompt_logprobs.compute(requests, plan.slots, hidden, buffers.prompt_lines)
         if not packed.num_sampled:
-            return by_graph, None, prompt_logprobs
+            return by_graph, None, requests
         logits = model.logits(model.select(hidden, index) if all_states else hidden)
-        return by_graph, logits[: packed.num_sampled], prompt_logprobs
+        return by_graph, logits[: packed.num_sampled], requests
 
     @torch.inference_mode()
     def _finish(
@@ -628,7 +639,8 @@ class CudaExecutor(Executor):
         with streams.use(streams.engine):
             if after is not None:
                 sampling.masks.arrived.wait(streams.engine)
-                self._replay(pending.bucket, after)
+                # Never behind this pass's own logits; with ranks as above.
+                self._replay(pending.bucket, after, may_capture=self.model.group is not None)
             elif logits is not None:
                 if masks is not None:
                     sampling.masks.arrived.wait(streams.engine)
@@ -655,10 +667,9 @@ class CudaExecutor(Executor):
                 buffers.logprobs[:count].copy_(sampling.logprobs[at, :count], non_blocking=True)
             if num_pooled := len(packed.pooled_rows):
                 buffers.host_pooled[:num_pooled].copy_(buffers.pooled[:num_pooled], non_blocking=True)
-            for one in pending.prompt_logprobs:
-                one.copy()
+            if num_lines := sum(request.count for request in pending.prompt_logprobs):
+                buffers.host_prompt_lines[:num_lines].copy_(buffers.prompt_lines[:num_lines], non_blocking=True)
             buffers.copied.record(streams.results)
-        self.graphs.capture_missed()  # now: the device has this pass to do meanwhile
 
     def mask_buffer(self, pending: CudaPending, num_masks: int, num_words: int) -> Bits:
         previous, last = (self._pending[(self._count - back) % self._depth] for back in (2, 1))

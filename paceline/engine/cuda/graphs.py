@@ -8,9 +8,10 @@ another that ends with all hidden states.
 
 A graph is captured from the same function that runs without graphs; capturing executes nothing. A pass without a graph
 is launched kernel by kernel, which takes the host a few milliseconds and gives the same bits. Likely graphs are
-captured at start and in idle time, others while the first pass that missed them runs. Rows beyond the real ones are
-padding: attention and sampling skip them, and the GEMMs compute zeros, so a bucket costs little more than the batch in
-it.
+captured at start and in idle time, others when a pass misses them again and the device is idle. Behind a running pass
+the driver may wait for its end before it instantiates a graph, which long prompts make hundreds of milliseconds, and
+the launch of single kernels is hidden anyway. Rows beyond the real ones are padding: attention and sampling skip them,
+and the GEMMs compute zeros, so a bucket costs little more than the batch in it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHORT_CONTEXT_ROWS = 96  # batches with more rows have a graph of their own for 
 _SHORT_CONTEXT_TOKENS = 512  # per row on average; measured well above and below (docs/log/decode-attention.md)
 
 MAX_GRAPHS = 192  # of some 4 MB each; keys and buckets could make more than a thousand
-# Times that a pass is launched kernel by kernel before its graph is captured; and before another is dropped for it.
+# Times that a pass is launched kernel by kernel before its graph is captured, and before another is dropped for it.
 CAPTURE_AFTER, REPLACE_AFTER = 1, 16
 
 
@@ -105,13 +106,16 @@ class CudaGraphs:
         at = bisect.bisect_left(self.sizes, num_rows)
         return self.sizes[-1 - (len(self.sizes) - 1 - at) // 2 * 2] if key.shared_block_m else self.sizes[at]
 
-    def find(self, size: int, key: GraphKey) -> Graph | None:
-        """The graph of a bucket; None if it was not captured yet."""
-        graph = self._graphs.pop((size, key), None)
-        if graph is None:
-            self._misses[size, key] += 1
-            return None
-        self._graphs[size, key] = graph
+    def find(self, size: int, key: GraphKey, *, may_capture: bool) -> Graph | None:
+        """The graph of a bucket; None if there is none yet. may_capture: it is captured if it was missed often enough,
+        which takes the host some ten milliseconds, and longer if the device is busy."""
+        if (size, key) not in self._graphs:
+            needed = CAPTURE_AFTER if len(self._graphs) < MAX_GRAPHS else REPLACE_AFTER
+            if not (self.is_enabled and may_capture and self._misses[size, key] >= needed):
+                self._misses[size, key] += 1
+                return None
+            self.capture(size, key)
+        graph = self._graphs[size, key] = self._graphs.pop((size, key))
         return graph
 
     def capture(self, size: int, key: GraphKey) -> None:
@@ -128,13 +132,6 @@ class CudaGraphs:
     def drop_drafts(self) -> None:
         """Drops the graphs of passes with drafts. Not all graphs: torch frees their memory pool with the last one."""
         self._graphs = {graph: one for graph, one in self._graphs.items() if not graph[1].drafts}
-
-    def capture_missed(self) -> None:
-        """Captures the graph that was missed most often, if that was often enough."""
-        needed = CAPTURE_AFTER if len(self._graphs) < MAX_GRAPHS else REPLACE_AFTER
-        for graph, count in self._misses.most_common(1):
-            if count >= needed:
-                self.capture(*graph)
 
     def capture_next(self, likely: Iterable[Sized]) -> bool:
         """Captures one graph that was missed or is likely to be used; returns False if there is none."""

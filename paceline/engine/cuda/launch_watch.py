@@ -19,6 +19,7 @@ from paceline.kernels._triton import Kernel
 log = logging.getLogger("paceline.engine")
 
 SLOW_LAUNCH_S = 0.05
+_NOTABLE_S = 0.005  # launches that take longer may have allocated memory; asking for it takes too long for all of them
 CAUSES = {
     "compile": "a kernel was compiled",
     "capture": "a CUDA graph was captured",
@@ -73,6 +74,8 @@ class LaunchWatch:
         seconds = time.perf_counter() - before.now
         self.longest_s = max(self.longest_s, seconds)
         if seconds < SLOW_LAUNCH_S:
+            if seconds > _NOTABLE_S:
+                self._reserved = self._reserved_bytes()
             return None
         cause = self._cause(before, seconds)
         self.slow[cause] += 1

@@ -9,68 +9,25 @@ Logprobs are those of the model's own logits. Their kernel therefore runs first,
 logits; it reads from the slot's words what each row requests, and has space of the same size for every row. The logprob
 of the sampled token comes last. A mask has not changed that token's logit; where rows have adjustments, a copy of all
 logits is kept for it, which needs as much memory again, in graphs and outside of them.
-
-Logprobs of prompts are launched kernel by kernel, outside of graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda.inputs import ALIGN
+from paceline.engine.cuda.inputs import ALIGN, output_sizes
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.kernels._triton import cdiv
 from paceline.kernels.adjust import AdjustState, adjust_logits, count_seen, mask_logits
 from paceline.kernels.drafts import MAX_DRAFTS, DraftBuffers
-from paceline.kernels.layouts import LOGPROB_WORDS, LogprobWord
+from paceline.kernels.layouts import LOGPROB_WORDS
 from paceline.kernels.logprobs import LogprobWorkspace, chosen_logprobs, top_logprobs
 from paceline.kernels.sampling import SampleWorkspace, sample
 from paceline.kernels.slot_state import SlotState
-from paceline.request import MAX_LOGPROBS
-from paceline.sampling.logprobs import MAX_LOGIT_ROWS, LogprobRequest, LogprobWidth, split
-from paceline.sampling.types import Bits, LogprobRun, Logprobs, Masks
-
-
-@dataclass(slots=True, eq=False)
-class PromptLogprobs:
-    """Logprobs of a prompt's tokens, on the device and being copied to the host: [n, 1 + k] of the tokens and their k
-    alternatives, whose ids are [n, k]."""
-
-    request: LogprobRequest
-    logprobs: Tensor
-    ids: Tensor
-    host_logprobs: Tensor
-    host_ids: Tensor
-
-    def copy(self) -> None:
-        """Copies to the host asynchronously. Called on the results stream, after the pass."""
-        self.host_logprobs.copy_(self.logprobs.view(torch.int32).reshape(-1), non_blocking=True)
-        self.host_ids.copy_(self.ids.reshape(-1), non_blocking=True)
-
-    def result(self) -> LogprobRun:
-        """Called when the copy has ended."""
-        logprobs = self.host_logprobs.view(torch.float32).numpy().reshape(self.logprobs.shape).copy()
-        ids = self.host_ids.numpy().reshape(self.ids.shape).copy()
-        return LogprobRun(self.request.row, self.request.first, logprobs[:, 0], ids, logprobs[:, 1:])
-
-
-def logprob_columns(words: npt.NDArray[np.int32], width: LogprobWidth) -> Logprobs:
-    """The device's logprobs of rows [n, LOGPROB_WORDS], as many columns as some row requests."""
-
-    def floats(first: int, count: int) -> npt.NDArray[np.float32]:
-        return words[:, first : first + count].view(np.float32)
-
-    num_top, num_ids = width
-    ids = words[:, LogprobWord.TOP_IDS : LogprobWord.TOP_IDS + num_top]
-    top = floats(LogprobWord.TOP_LOGPROBS, num_top)
-    return Logprobs(floats(LogprobWord.CHOSEN, 1)[:, 0], ids, top, floats(LogprobWord.REQUESTED, num_ids))
+from paceline.sampling.types import Bits, Masks
 
 
 class MaskBuffer:
@@ -86,21 +43,18 @@ class MaskBuffer:
         # num_masks, rows, bits; each at a multiple of ALIGN, so that Triton's specialisation is always the same
         self._first_bit_word = ALIGN + cdiv(max_rows, ALIGN) * ALIGN
         self._num_words = cdiv(vocab_size, 32)
-        self._host: Tensor | None = None  # allocated at first use: few engines need it
         self._words = torch.zeros(mask_words(max_rows, vocab_size), dtype=torch.int32, device=device)
+        self._host = streams.pinned(len(self._words))
         self.num_masks, self.rows = self._words[:1], self._words[ALIGN : ALIGN + max_rows]
         self.bits = self._words[self._first_bit_word :].view(max_rows, self._num_words)
 
     def host_bits(self, num_masks: int, num_words: int) -> Bits:
         """Pinned memory for the bits of the next masks."""
         assert num_words == self._num_words, f"masks have {num_words} words, but the vocabulary needs {self._num_words}"
-        if self._host is None:
-            self._host = self._streams.pinned(len(self._words))
         return self._host.numpy()[self._first_bit_word :][: num_masks * num_words].reshape(num_masks, num_words)
 
     def send(self, masks: Masks) -> None:
         """Copies masks, whose bits are in `host_bits`, to the device asynchronously; `arrived` is recorded after it."""
-        assert self._host is not None, "the bits of masks must be written into host_bits"
         words = self._host.numpy()
         assert not masks.bits.size or np.shares_memory(masks.bits, words), (
             "the bits of masks must be written into host_bits"
@@ -121,10 +75,9 @@ class CudaSampling:
     """Samples the rows of a pass. Results and logprobs are rings of `depth` steps, so that passes in flight do not
     overwrite each other's."""
 
-    def __init__(
-        self, streams: Streams, state: SlotState, max_rows: int, vocab_size: int, depth: int, *, has_drafts: bool
-    ) -> None:
+    def __init__(self, streams: Streams, state: SlotState, model: CudaModel, depth: int, *, has_drafts: bool) -> None:
         (max_running, max_length), device = state.token_pool.shape, state.token_pool.device
+        max_rows, vocab_size = model.max_rows, model.spec.vocab_size
         self._streams, self._state = streams, state
         self.has_drafts = has_drafts  # in some passes: then rows may have got several tokens since the last
         self.masks = MaskBuffer(streams, max_rows, vocab_size, device)
@@ -137,14 +90,9 @@ class CudaSampling:
 
     def load_kernels(self, model: CudaModel) -> None:
         """Runs what sampling needs of torch once: torch, too, loads its kernels at first use."""
-        # As many rows as are computed at once, so that torch has allocated what they need.
-        count = min(MAX_LOGIT_ROWS, self.results.shape[1], model.max_tokens, self._state.token_pool.shape[1])
-        hidden = model.last_states(count)
-        for num_top in (0, 1, MAX_LOGPROBS):
-            request = LogprobRequest(row=0, index=0, count=count, first=0, num_top=num_top)
-            for one in self.prompt_logprobs([request], [0], model, hidden):
-                one.copy()
-        model.logits(model.select(hidden, torch.zeros(1, dtype=torch.int32, device=hidden.device))).clone()
+        for rows in output_sizes(model.max_rows):
+            index = torch.zeros(rows, dtype=torch.int32, device=model.device)
+            model.logits(model.select(model.last_states(1), index)).clone()
         self.step.add_(0)
 
     def sample(
@@ -199,26 +147,3 @@ class CudaSampling:
                 workspace,
                 index,
             )
-
-    def prompt_logprobs(
-        self, requests: Sequence[LogprobRequest], slots: Sequence[int], model: CudaModel, hidden: Tensor
-    ) -> list[PromptLogprobs]:
-        """Of rows of these slots in a batch with these hidden states; in parts, since logits take much memory."""
-        found = []
-        for request, slot in zip(requests, slots, strict=True):
-            for part in split(request, min(MAX_LOGIT_ROWS, self.results.shape[1])):
-                logits = model.logits(hidden[part.index : part.index + part.count])
-                logprobs = logits.float().log_softmax(dim=-1)
-                tokens = self._state.token_pool[slot, part.first : part.first + part.count].long()
-                top, top_ids = _top(logprobs, part.num_top)
-                columns = torch.cat([logprobs.gather(1, tokens[:, None]), top], dim=1)
-                pinned = self._streams.pinned
-                found.append(PromptLogprobs(part, columns, top_ids, pinned(columns.numel()), pinned(top_ids.numel())))
-        return found
-
-
-def _top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if not count:
-        return values[:, :0], values[:, :0].int()
-    top, ids = values.topk(count, dim=-1)
-    return top, ids.int()

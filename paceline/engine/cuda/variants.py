@@ -129,8 +129,10 @@ def launch_all(executor: CudaExecutor) -> None:
                 executor.run_pass(rows, key._replace(stage=stage))
     if executor.model.lora is not None:
         _adapters(executor, blocks)
-    for rows in range(1, executor.model.max_rows + 1 if executor.model.shard.is_last else 1):
-        _sample(executor, rows)
+    if executor.model.shard.is_last:
+        for rows in range(1, executor.model.max_rows + 1):
+            _sample(executor, rows)
+        executor.prompt_logprobs.launch_all()
     _prefill(executor, blocks)
     for model in (executor.model, None if executor.draft_model is None else executor.draft_model.model):
         if model is not None and model.experts is not None:

@@ -141,9 +141,9 @@ def record_graphs(device: CudaExecutor) -> list[GraphKey]:
     found: list[GraphKey] = []
     find = device.graphs.find
 
-    def choosing(size: int, key: GraphKey) -> Graph | None:
+    def choosing(size: int, key: GraphKey, *, may_capture: bool) -> Graph | None:
         found.append(key)
-        return find(size, key)
+        return find(size, key, may_capture=may_capture)
 
     device.graphs.find = choosing  # type: ignore[method-assign]
     return found

@@ -101,6 +101,17 @@ def test_a_quick_launch_is_no_news(host: Host) -> None:
     watch.close()
 
 
+def test_memory_of_an_earlier_launch_is_no_cause(host: Host) -> None:
+    watch = LaunchWatch(lambda: 0.0, lambda: host.reserved)
+    before = watch.begin()
+    host.now, host.reserved = host.now + 0.02, 200  # a capture, say
+    assert watch.end(before, "a pass") is None
+    before = watch.begin()
+    host.now += 0.08
+    assert watch.end(before, "a pass") == "host pause"
+    watch.close()
+
+
 def test_a_launch_that_ends_while_the_device_is_busy_delays_nobody(host: Host) -> None:
     watch = LaunchWatch(lambda: 0.0, lambda: 0)
     before = watch.begin()

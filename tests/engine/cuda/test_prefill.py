@@ -62,7 +62,7 @@ def test_a_prefill_graph_is_captured_after_a_few_uses() -> None:
             device.reset_stats()
             llm.generate([PROMPTS[3]], replace(GREEDY, max_tokens=1))
             assert device.stats.graphs == (number >= cuda_graphs.CAPTURE_AFTER)
-            assert len(prefill_keys(device)) == (number >= cuda_graphs.CAPTURE_AFTER - 1)
+            assert len(prefill_keys(device)) == (number >= cuda_graphs.CAPTURE_AFTER)
 
 
 def test_background_work_captures_prefill_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ def test_background_work_captures_prefill_graphs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(device, "run_background_work", lambda: False)
     with llm:
         wanted = llm.generate([PROMPTS[3], PROMPTS[1]], once)
-        assert [key.prefill.tokens for key in prefill_keys(device) if key.prefill] == [16], "the one that was missed"
+        assert not prefill_keys(device), "a graph is captured when it is missed again"
         while llm.engine.call(lambda _: run_background_work()).result():
             pass
         assert sorted(key.prefill.tokens for key in prefill_keys(device) if key.prefill) == [8, 16]

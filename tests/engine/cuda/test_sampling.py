@@ -262,6 +262,20 @@ def test_prompt_logprobs_from_a_start_position_match_the_cpus_of_the_whole_promp
         assert tokens == reference.token_ids and found == [*[None] * start, *whole[start:]]
 
 
+def test_prompt_logprobs_of_a_batch_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few launches: libraries would load a kernel for every new number of rows."""
+    params = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=count) for count in (0, 3, 1)]
+    llm, device = on_kernels("tiny-qwen3")
+    launched: list[int] = []
+    launch = device.prompt_logprobs.launch
+    monkeypatch.setattr(device.prompt_logprobs, "launch", lambda rows: (launched.append(rows), launch(rows)))
+    with llm:
+        found = llm.generate(PROMPTS[:3], params)
+        assert compared(found) == compared(on_the_cpu(params, PROMPTS[:3]))
+    most = device.prompt_logprobs.max_rows
+    assert sum(launched) >= sum(len(prompt) - 1 for prompt in PROMPTS[:3]) and len(launched) == launched.count(most)
+
+
 def test_retracted_requests_keep_their_penalties_and_grammars() -> None:
     llm, _ = on_kernels("tiny-qwen3", overlap="off")
     retract_often(llm)
