@@ -1,12 +1,12 @@
-"""`paceline bench stall`: how long one request delays the tokens of others.
+"""`paceline bench stall`: how long an attack of one tenant delays the tokens and requests of another.
 
     paceline bench stall                                                  starts a server on the virtual GPU
-    paceline bench stall --url http://127.0.0.1:8000                      a running server
+    paceline bench stall --url http://127.0.0.1:8000 --key K --hostile-key H      a running server with two tenants
     paceline bench stall --start "" --streams 4 --only logprobs           the rows with this word, on the default model
 
-Streams run while hostile requests arrive, one kind after the other: large bodies, many token ids, deep JSON. For each,
-the table has the longest time between two events of any stream and the longest response time of /health. The first row
-is without a hostile request: what the machine itself does.
+Streams run, and one request for one token after the other, all of one tenant. Another tenant sends the attacks of the
+table `ATTACKS`. Each row compares the seconds of an attack with those just before it: the time between two events of a
+stream, the time that a request for one token takes, and that of /health.
 """
 
 from __future__ import annotations
@@ -15,51 +15,107 @@ import asyncio
 import json
 import os
 import random
+import shlex
 import socket
+import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.bench.apis import APIS
 from paceline.bench.serve import SseProtocol, StreamResult, post_bytes
-from paceline.bench.target import served_model, started
+from paceline.bench.target import model_card, started
 from paceline.config import ConfigError
 
-DEFAULT_START = "--executor virtual --virtual-slowdown 8"  # 64 streams then load a slow core by less than half
+# 64 streams then load a slow core by less than half. What prompts that are accepted take of the device is bounded by
+# `itl_target`: the rest is what the table is about.
+DEFAULT_START = "--executor virtual --virtual-slowdown 8 --itl-target 0.04"
+# The virtual GPU has no logits, and so no grammars.
+GRAMMAR_START = "--load random --shape tiny-qwen3"
+_TENANTS = """
+[[tenants]]
+name = "other"
+keys = ["other"]
+
+[[tenants]]
+name = "hostile"
+keys = ["hostile"]
+"""
 _SETTLE_S = 0.5
-_IDLE_S = 3.0  # without a hostile request
+_WINDOW_S = 3.0  # before an attack; an attack that ends earlier is watched for as long
+_MAX_ATTACK_S = 30.0  # its connections are closed then
+_PAUSE_S = 0.05  # between two requests for one token, or for /health
 _START_S = 60.0
 _TIMEOUT_S = 300.0
-_PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 6000  # of a stream
+_MAX_CONTEXT = 8192  # where the server does not say
+_FIRST_TOKEN, _LAST_TOKEN = 260, 500  # in the vocabulary of every model
+_PROMPT_TOKENS, _OUTPUT_TOKENS = 16, 6000  # of a stream; another one follows it
+
+MakeBody = Callable[[str, int], bytes]  # for a model name and the number of the request
+
+
+def _one_token(model: str, number: int) -> bytes:
+    return _completion(model, b'"a"', b',"max_tokens":1')
 
 
 @dataclass(frozen=True, slots=True)
-class Hostile:
+class Attack:
     name: str
     path: str
-    make: Callable[[str], bytes]  # the body, for a model name
+    make: MakeBody
     chunk_bytes: int = 0  # chunked transfer encoding, in chunks of this size
-    count: int = 1  # sent at once
+    count: int = 1  # sent at once, each on its own connection
+    num_headers: int = 0  # additional ones, short
+    leaves_after_s: float | None = None  # closes the connections then, without reading a response
+    other: MakeBody = _one_token  # what the other tenant asks for
+    start: str = DEFAULT_START  # options of the server, unless it is given
 
 
-def _text(size: int) -> Callable[[str], bytes]:
-    return lambda model: _completion(model, b'"%s"' % (b"a " * (size // 2)))
+def _text(size: int) -> MakeBody:
+    return lambda model, _: _completion(model, b'"%s"' % (b"a " * (size // 2)))
 
 
 def _completion(model: str, prompt: bytes, more: bytes = b"") -> bytes:
     return b'{"model":"%s","prompt":%s%s}' % (model.encode(), prompt, more)
 
 
-def _field(name: str, value: bytes) -> Callable[[str], bytes]:
-    return lambda model: _completion(model, b'"a"', b',"%s":%s' % (name.encode(), value))
+def _field(name: str, value: bytes) -> MakeBody:
+    return lambda model, _: _completion(model, b'"a"', b',"%s":%s' % (name.encode(), value))
 
 
-def _chat(messages: bytes) -> Callable[[str], bytes]:
-    return lambda model: b'{"model":"%s","messages":[%s]}' % (model.encode(), messages)
+def _chat(messages: bytes) -> MakeBody:
+    return lambda model, _: b'{"model":"%s","messages":[%s]}' % (model.encode(), messages)
+
+
+def _valid_chat(size: int) -> MakeBody:
+    """A chat that fits into the context: such letters have about three characters per token. No two are alike."""
+
+    def make(model: str, number: int) -> bytes:
+        rng = random.Random(number)
+        text = "".join(rng.choices("abc", k=size)).encode()
+        return b'{"model":"%s","max_tokens":1,"messages":[{"role":"user","content":"%s"}]}' % (model.encode(), text)
+
+    return make
+
+
+def _schema(num_properties: int) -> MakeBody:
+    """A JSON schema of optional properties, with names that no other request has."""
+
+    def make(model: str, number: int) -> bytes:
+        properties = {f"p{number}_{index}": {"type": "integer"} for index in range(num_properties)}
+        schema = {"type": "object", "properties": properties, "additionalProperties": False}
+        return _completion(model, b'"a"', b',"max_tokens":1,"guided_json":%s' % json.dumps(schema).encode())
+
+    return make
 
 
 def _list(item: bytes, size: int) -> bytes:
@@ -69,155 +125,285 @@ def _list(item: bytes, size: int) -> bytes:
 _MB = 1_000_000
 _MESSAGE = b'{"role":"user","content":"a"}'
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
-CASES = (
-    Hostile("100 KB of text", _COMPLETIONS, _text(100_000)),
-    Hostile("1 MB of text", _COMPLETIONS, _text(_MB)),
-    Hostile("15 MB of text", _COMPLETIONS, _text(15 * _MB)),
-    Hostile("15 MB of text in a message", _CHAT, _chat(b'{"role":"user","content":"%s"}' % (b"a " * 7_500_000))),
-    Hostile("120 KB of messages", _CHAT, _chat(_list(_MESSAGE, 120_000)[1:-1])),
-    Hostile("15 MB of messages", _CHAT, _chat(_list(_MESSAGE, 15 * _MB)[1:-1])),
-    Hostile("120 KB of token ids", _COMPLETIONS, lambda model: _completion(model, _list(b"7", 120_000))),
-    Hostile("16 MB of token ids", _COMPLETIONS, lambda model: _completion(model, _list(b"7", 16 * _MB))),
-    Hostile("16 MB of token ids, embeddings", "/v1/embeddings",
-            lambda model: b'{"model":"%s","input":%s}' % (model.encode(), _list(b"7", 16 * _MB))),
-    Hostile("120 KB of empty lists", _COMPLETIONS, lambda model: _completion(model, _list(b"[]", 120_000))),
-    Hostile("16 MB of empty lists", _COMPLETIONS, lambda model: _completion(model, _list(b"[]", 16 * _MB))),
-    Hostile("16 MB of deep JSON", _COMPLETIONS, lambda model: b"[" * (16 * _MB)),
-    Hostile("15 MB of stop strings", _COMPLETIONS, _field("stop", _list(b'"a"', 15 * _MB))),
-    Hostile("15 MB of bad words", _COMPLETIONS, _field("bad_words", b'["%s"]' % (b"a " * 7_500_000))),
-    Hostile("15 MB of JSON schema", _COMPLETIONS,
+ATTACKS = (
+    Attack("100 KB of text", _COMPLETIONS, _text(100_000)),
+    Attack("1 MB of text", _COMPLETIONS, _text(_MB)),
+    Attack("15 MB of text", _COMPLETIONS, _text(15 * _MB)),
+    Attack("15 MB of text in a message", _CHAT, _chat(b'{"role":"user","content":"%s"}' % (b"a " * 7_500_000))),
+    Attack("120 KB of messages", _CHAT, _chat(_list(_MESSAGE, 120_000)[1:-1])),
+    Attack("15 MB of messages", _CHAT, _chat(_list(_MESSAGE, 15 * _MB)[1:-1])),
+    Attack("120 KB of token ids", _COMPLETIONS, lambda model, _: _completion(model, _list(b"7", 120_000))),
+    Attack("16 MB of token ids", _COMPLETIONS, lambda model, _: _completion(model, _list(b"7", 16 * _MB))),
+    Attack("16 MB of token ids, embeddings", "/v1/embeddings",
+            lambda model, _: b'{"model":"%s","input":%s}' % (model.encode(), _list(b"7", 16 * _MB))),
+    Attack("120 KB of empty lists", _COMPLETIONS, lambda model, _: _completion(model, _list(b"[]", 120_000))),
+    Attack("16 MB of empty lists", _COMPLETIONS, lambda model, _: _completion(model, _list(b"[]", 16 * _MB))),
+    Attack("16 MB of deep JSON", _COMPLETIONS, lambda model, _: b"[" * (16 * _MB)),
+    Attack("15 MB of stop strings", _COMPLETIONS, _field("stop", _list(b'"a"', 15 * _MB))),
+    Attack("15 MB of bad words", _COMPLETIONS, _field("bad_words", b'["%s"]' % (b"a " * 7_500_000))),
+    Attack("15 MB of JSON schema", _COMPLETIONS,
             _field("guided_json", b'{"enum":%s}' % _list(b'"a"', 15 * _MB))),
-    Hostile("15 MB field name", _COMPLETIONS, _field("a" * 15 * _MB, b"1")),
-    Hostile("n = 128, 256 tokens each", _COMPLETIONS,
+    Attack("15 MB field name", _COMPLETIONS, _field("a" * 15 * _MB, b"1")),
+    Attack("n = 128, 256 tokens each", _COMPLETIONS,
             _field("n", b'128,"max_tokens":256,"ignore_eos":true')),
-    Hostile("/tokenize, 1 MB", "/tokenize", _text(_MB)),
-    Hostile("/detokenize, 1 MB", "/detokenize",
-            lambda model: b'{"model":"%s","tokens":%s}' % (model.encode(), _list(b"700", _MB))),
-    Hostile("4,000 prompt tokens", _COMPLETIONS, lambda model: _completion(
+    Attack("/tokenize, 1 MB", "/tokenize", _text(_MB)),
+    Attack("/detokenize, 1 MB", "/detokenize",
+            lambda model, _: b'{"model":"%s","tokens":%s}' % (model.encode(), _list(b"700", _MB))),
+    Attack("4,000 prompt tokens", _COMPLETIONS, lambda model, _: _completion(
         model, _list(b"8", 8000), b',"max_tokens":1,"stream":true')),
     # An error on the virtual GPU, which computes no logits.
-    Hostile("20 logprobs of 4,000 prompt tokens", _COMPLETIONS, lambda model: _completion(
+    Attack("20 logprobs of 4,000 prompt tokens", _COMPLETIONS, lambda model, _: _completion(
         model, _list(b"7", 8000), b',"echo":true,"logprobs":20,"max_tokens":1,"stream":true')),
-    Hostile("1 MB in chunks of one byte", _COMPLETIONS, _text(_MB), chunk_bytes=1),
-    Hostile("16 times 100 KB in chunks of 16 bytes", _COMPLETIONS, _text(100_000), chunk_bytes=16, count=16),
-    Hostile("16 times 15 MB of text at once", _COMPLETIONS, _text(15 * _MB), count=16),
+    Attack("1 MB in chunks of one byte", _COMPLETIONS, _text(_MB), chunk_bytes=1),
+    Attack("16 times 100 KB in chunks of 16 bytes", _COMPLETIONS, _text(100_000), chunk_bytes=16, count=16),
+    Attack("16 times 15 MB of text at once", _COMPLETIONS, _text(15 * _MB), count=16),
+    Attack("64 times 126 KB of text", _COMPLETIONS, _text(126_000), count=64),
+    Attack("64 times 126 KB of text, closed at once", _COMPLETIONS, _text(126_000), count=64, leaves_after_s=0.0),
+    Attack("100 valid chats of 82 KB", _CHAT, _valid_chat(82_000), count=100),
+    Attack("20 times 5,000 headers", _COMPLETIONS, _one_token, count=20, num_headers=5000),
+    Attack("300 times 5,000 headers", _COMPLETIONS, _one_token, count=300, num_headers=5000),
+    Attack("6 abandoned schemas of 5,000 properties", _COMPLETIONS, _schema(5000), count=6, leaves_after_s=3.0,
+           other=_schema(1), start=GRAMMAR_START),
+    Attack("16 abandoned schemas of 5,000 properties", _COMPLETIONS, _schema(5000), count=16, leaves_after_s=3.0,
+           other=_schema(1), start=GRAMMAR_START),
 )  # fmt: skip
 
 
-def bench(*, url: str | None, start: str | None, streams: int, key: str | None, only: str = "") -> list[dict[str, Any]]:
-    """Measures `url`, or a server started with the options `start`, and prints a table of the cases that have `only` in
-    their name."""
+def bench(
+    *,
+    url: str | None,
+    start: str | None,
+    streams: int,
+    key: str | None,
+    hostile_key: str | None = None,
+    only: str = "",
+) -> list[dict[str, Any]]:
+    """Measures `url`, or a server started with the options `start`, and prints a table of the attacks that have `only`
+    in their name."""
     if url is not None and start is not None:
         raise ConfigError("url and start are both given: give one of them.")
-    cases = [case for case in CASES if only in case.name]
-    if not cases:
-        raise ConfigError(f"only is {only!r}, which no row has in its name: {', '.join(case.name for case in CASES)}.")
+    attacks = [attack for attack in ATTACKS if only in attack.name]
+    if not attacks:
+        names = ", ".join(attack.name for attack in ATTACKS)
+        raise ConfigError(f"only is {only!r}, which no row has in its name: {names}.")
     if url is not None:
-        return _run(url, streams, key, cases)
-    with started(DEFAULT_START if start is None else start) as address:
-        return _run(address, streams, key, cases)
+        return _run(_Target(url, key, key if hostile_key is None else hostile_key, streams), attacks)
+    rows: list[dict[str, Any]] = []
+    for options, group in groupby(attacks, key=lambda attack: attack.start if start is None else start):
+        with _started(options) as address:
+            rows += _run(_Target(address, "other", "hostile", streams), list(group))
+    return rows
 
 
-def _run(url: str, streams: int, key: str | None, cases: Sequence[Hostile]) -> list[dict[str, Any]]:
-    model = served_model(url, key)
+@contextmanager
+def _started(options: str) -> Iterator[str]:
+    """A server with two tenants."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tenants.toml"
+        path.write_text(_TENANTS)
+        with started(f"{options} --config {shlex.quote(str(path))}") as url:
+            yield url
+
+
+class _Target:
+    """The server that is measured."""
+
+    def __init__(self, url: str, key: str | None, hostile_key: str | None, streams: int) -> None:
+        parts = urlsplit(url)
+        self.url, self.host, self.port = url, parts.hostname or "127.0.0.1", parts.port or 80
+        self.key, self.hostile_key, self.streams = key, hostile_key, streams
+        card = model_card(url, key)
+        self.model: str = card["id"]
+        # Other servers call it this too, or nothing.
+        self.output_tokens = min(_OUTPUT_TOKENS, card.get("max_model_len", _MAX_CONTEXT) - _PROMPT_TOKENS)
+
+    def request(self, attack: Attack, number: int) -> bytes:
+        body = attack.make(self.model, number)
+        size = attack.chunk_bytes
+        lines = [f"Content-Length: {len(body)}"]
+        if size:
+            pieces = [body[index : index + size] for index in range(0, len(body), size)]
+            body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+            lines = ["Transfer-Encoding: chunked"]
+        lines += ["a:"] * attack.num_headers
+        return self._raw("POST", attack.path, self.hostile_key, lines, body)
+
+    def other_request(self, attack: Attack, number: int) -> bytes:
+        body = attack.other(self.model, number)
+        return self._raw("POST", _COMPLETIONS, self.key, [f"Content-Length: {len(body)}"], body)
+
+    def health_request(self) -> bytes:
+        return self._raw("GET", "/health", None, [], b"")
+
+    def _raw(self, method: str, path: str, key: str | None, lines: Sequence[str], body: bytes) -> bytes:
+        parts = urlsplit(self.url)
+        head = [f"{method} {parts.path}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+        head += [f"Authorization: Bearer {key}"] if key else []
+        head += ["Content-Type: application/json"] if body else []
+        return "\r\n".join([*head, *lines, "", ""]).encode() + body
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What the other tenant saw in one window of time, in seconds."""
+
+    gaps: Sequence[float]
+    waits: Sequence[float]  # of requests for one token
+    health: Sequence[float]
+
+    def milliseconds(self) -> dict[str, float]:
+        return {
+            "median_gap": statistics.median(self.gaps) * 1e3,
+            "p99_gap": sorted(self.gaps)[int(0.99 * (len(self.gaps) - 1))] * 1e3,
+            "longest_gap": max(self.gaps) * 1e3,
+            "median_wait": statistics.median(self.waits) * 1e3,
+            "longest_wait": max(self.waits) * 1e3,
+            "longest_health": max(self.health) * 1e3,
+        }
+
+
+def _run(target: _Target, attacks: Sequence[Attack]) -> list[dict[str, Any]]:
     sys.setswitchinterval(0.0002)  # the threads that send must not delay the streams' event loop in this process
-    print("| request | status | response s | longest gap ms | longest /health ms |\n|---|---|---|---|---|", flush=True)
+    columns = "median gap | p99 gap | longest gap | median wait | longest wait | longest /health"
+    print("Milliseconds before -> during the attack (difference). wait: of another tenant's request for one token.\n")
+    print(f"| attack | status | attack s | {columns} |\n{'|---' * 9}|", flush=True)
     rows = []
-    for case in (None, *cases):
-        row = asyncio.run(_measure(url, model, case, streams, key))
+    for attack in attacks:
+        row = asyncio.run(_measure(target, attack))
         rows.append(row)
-        print(
-            f"| {row['request']} | {row['status']} | {row['response_s']:.1f} | {row['gap_ms']:.0f} | "
-            f"{row['health_ms']:.0f} |",
-            flush=True,
-        )
+        before, during = row["before_ms"], row["during_ms"]
+        cells = [f"{before[name]:.0f} -> {during[name]:.0f} ({during[name] - before[name]:+.0f})" for name in before]
+        print(f"| {' | '.join([attack.name, row['status'], format(row['attack_s'], '.1f'), *cells])} |", flush=True)
     print(json.dumps({"rows": rows, "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}))
     return rows
 
 
-async def _measure(url: str, model: str, case: Hostile | None, streams: int, key: str | None) -> dict[str, Any]:
-    loop, parts = asyncio.get_running_loop(), urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    requests = [] if case is None else [_raw(url, case, model, key)] * case.count
-    results = [StreamResult(_PROMPT_TOKENS) for _ in range(streams)]
-    rng, transports = random.Random(0), []
-    for result in results:
-        prompt = [rng.randint(300, 10_000) for _ in range(_PROMPT_TOKENS)]
-        body = {"model": model, "prompt": prompt, "max_tokens": _OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
-        make = partial(SseProtocol, APIS["completions"], post_bytes(url, _COMPLETIONS, body, key), result, None)
-        transports.append((await loop.create_connection(make, host, port))[0])
+async def _measure(target: _Target, attack: Attack) -> dict[str, Any]:
+    loop, known = asyncio.get_running_loop(), dict[bytes, bytes]()
+    requests = [known.setdefault(one, one) for one in (target.request(attack, index) for index in range(attack.count))]
+    results: list[StreamResult] = []
+    streaming = [asyncio.create_task(_stream(target, results, seed)) for seed in range(target.streams)]
+    await _wait_for_first_tokens(target, results)
+
+    before = await _watch(target, attack, results, asyncio.sleep(_WINDOW_S), first_number=1_000)
+    statuses, attack_s = list[str](), 0.0
+
+    async def send() -> None:
+        nonlocal attack_s
+        began = time.monotonic()
+        # In threads: sending and receiving release the GIL, so this client's own event loop is not delayed.
+        with ThreadPoolExecutor(attack.count) as threads:
+            deadline = began + _MAX_ATTACK_S
+            sending = [loop.run_in_executor(threads, _send, target, request, attack, deadline) for request in requests]
+            statuses.extend(await asyncio.gather(*sending))
+        attack_s = time.monotonic() - began
+        # Work that clients abandoned may go on.
+        await asyncio.sleep(_WINDOW_S if attack.leaves_after_s is not None else max(0.0, _WINDOW_S - attack_s))
+
+    during = await _watch(target, attack, results, send(), first_number=100_000)
+    if error := next((result.error for result in results if result.error), None):
+        raise ConfigError(f"a stream failed: {error[:200]}")
+    for task in streaming:
+        task.cancel()
+    await asyncio.gather(*streaming, return_exceptions=True)
+    return {
+        "attack": attack.name,
+        "status": ", ".join(sorted(set(statuses))),
+        "attack_s": attack_s,
+        "before_ms": before.milliseconds(),
+        "during_ms": during.milliseconds(),
+    }
+
+
+async def _stream(target: _Target, results: list[StreamResult], seed: int) -> None:
+    """One stream after the other."""
+    loop, rng = asyncio.get_running_loop(), random.Random(seed)
+    while True:
+        prompt = [rng.randint(_FIRST_TOKEN, _LAST_TOKEN) for _ in range(_PROMPT_TOKENS)]
+        fixed = {"max_tokens": target.output_tokens, "ignore_eos": True, "stream": True}
+        request = post_bytes(target.url, _COMPLETIONS, {"model": target.model, "prompt": prompt, **fixed}, target.key)
+        results.append(StreamResult(_PROMPT_TOKENS))
+        make = partial(SseProtocol, APIS["completions"], request, results[-1], None)
+        transport, protocol = await loop.create_connection(make, target.host, target.port)
+        try:
+            await protocol.done
+        finally:
+            transport.abort()
+        if results[-1].error:
+            return
+
+
+async def _wait_for_first_tokens(target: _Target, results: Sequence[StreamResult]) -> None:
     deadline = time.monotonic() + _START_S
-    while not all(result.times for result in results):
-        if time.monotonic() > deadline or any(result.error for result in results):
-            why = next((result.error or "" for result in results if result.error), "no token in time")
-            raise ConfigError(f"{streams} streams of {_OUTPUT_TOKENS} tokens do not run at once: {why[:200]}")
+    while len(results) < target.streams or not all(result.times for result in results):
+        error = next((result.error for result in results if result.error), None)
+        if time.monotonic() > deadline or error:
+            raise ConfigError(f"{target.streams} streams do not run at once: {(error or 'no token in time')[:200]}")
         await asyncio.sleep(0.02)
     await asyncio.sleep(_SETTLE_S)
-    began, times = time.monotonic(), [0.0]
-    polling = asyncio.create_task(_poll_health(host, port, times))
-    if case is None:
-        await asyncio.sleep(_IDLE_S)
-        statuses = ["-"]
-    else:
-        # In threads: sending and receiving release the GIL, so this client's own event loop is not delayed.
-        statuses = await asyncio.gather(*(asyncio.to_thread(_send, host, port, request) for request in requests))
-    ended = time.monotonic()
-    await asyncio.sleep(_SETTLE_S)
-    polling.cancel()
-    await asyncio.gather(polling, return_exceptions=True)
+
+
+async def _watch(
+    target: _Target, attack: Attack, results: Sequence[StreamResult], work: Awaitable[None], *, first_number: int
+) -> _Measured:
+    """What the other tenant sees until `work` is done and its last request has its response."""
+    began, waits, health, is_over = time.monotonic(), list[float](), list[float](), asyncio.Event()
+
+    async def repeat(make: Callable[[int], bytes], times: list[float]) -> None:
+        number = first_number
+        while not is_over.is_set():
+            times.append(await _timed(target, make(number), is_checked=times is waits))
+            number += 1
+            await asyncio.sleep(_PAUSE_S)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(repeat(partial(target.other_request, attack), waits))
+        tasks.create_task(repeat(lambda _: target.health_request(), health))
+        try:
+            await work
+        finally:
+            is_over.set()
     now = time.monotonic()
     gaps = [
         later - earlier
         for result in results
-        for earlier, later in zip(result.times, [*result.times[1:], result.ended or now], strict=True)
+        for earlier, later in pairwise([*result.times, result.ended or now])
         if later >= began
     ]
-    if error := next((result.error for result in results if result.error), None):
-        raise ConfigError(f"a stream failed: {error[:200]}")
-    for transport in transports:
-        transport.abort()
-    return {
-        "request": "none" if case is None else case.name,
-        "status": ", ".join(sorted(set(statuses))),
-        "response_s": ended - began,
-        "gap_ms": max(gaps) * 1e3,
-        "health_ms": max(times) * 1e3,
-    }
+    return _Measured(gaps, waits, health)
 
 
-async def _poll_health(host: str, port: int, times: list[float]) -> None:
-    while True:
-        began = time.monotonic()
-        try:
-            reader, writer = await asyncio.open_connection(host, port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
-            await reader.read()
+async def _timed(target: _Target, request: bytes, *, is_checked: bool) -> float:
+    """The seconds that a request takes."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            writer.write(request)
+            response = await reader.read(-1)
             writer.close()
-        finally:  # also when the measurement ends before the response
-            times.append(time.monotonic() - began)
-        await asyncio.sleep(0.05)
+    except (TimeoutError, ConnectionError) as error:
+        raise ConfigError(f"a request beside the attack failed: {error or 'timeout'}") from None
+    if is_checked and not response.startswith(b"HTTP/1.1 200"):
+        raise ConfigError(f"a request beside the attack was refused: {response[:300].decode('utf-8', 'replace')}")
+    return time.monotonic() - began
 
 
-def _raw(url: str, case: Hostile, model: str, key: str | None) -> bytes:
-    parts, body = urlsplit(url), case.make(model)
-    size = case.chunk_bytes
-    length = "Transfer-Encoding: chunked" if size else f"Content-Length: {len(body)}"
-    if size:
-        pieces = [body[index : index + size] for index in range(0, len(body), size)]
-        body = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
-    head = f"POST {parts.path}{case.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{authorization}Connection: close\r\n"
-    return f"{head}Content-Type: application/json\r\n{length}\r\n\r\n".encode() + body
-
-
-def _send(host: str, port: int, request: bytes) -> str:
-    """Sends a request and reads its response; returns the status."""
-    with socket.create_connection((host, port), timeout=_TIMEOUT_S) as one:
+def _send(target: _Target, request: bytes, attack: Attack, deadline: float) -> str:
+    """Sends a request and reads its response, or leaves; returns the status."""
+    with socket.create_connection((target.host, target.port), timeout=_TIMEOUT_S) as one:
         try:
+            one.settimeout(max(0.01, deadline - time.monotonic()))
             one.sendall(request)
+            if attack.leaves_after_s is not None:
+                time.sleep(attack.leaves_after_s)
+                return "left"
+            one.settimeout(max(0.01, deadline - time.monotonic()))
             status = one.recv(12).decode("ascii", "replace")[9:]
             while one.recv(1 << 20):
                 pass
+        except TimeoutError:
+            return "left"
         except ConnectionError:
             return "connection reset"
     return status or "connection closed"

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
+from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -59,6 +60,12 @@ class ServerUnavailable(PacelineError):
 
 def served_model(url: str, key: str | None) -> str:
     """The model of the server. Raises at once if the server cannot be used."""
+    name: str = model_card(url, key)["id"]
+    return name
+
+
+def model_card(url: str, key: str | None) -> dict[str, Any]:
+    """What the server says of its model, with its `id` at least."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise ConfigError(f"url is {url!r}: expected http:// with host and port, such as http://127.0.0.1:8000.")
@@ -67,8 +74,8 @@ def served_model(url: str, key: str | None) -> str:
     direct = build_opener(ProxyHandler({}))  # as the load itself, which uses no proxy
     try:
         with direct.open(Request(address, headers=headers), timeout=_CONNECT_S) as response:
-            name: str = json.load(response)["data"][0]["id"]
-            return name
+            card: dict[str, Any] = json.load(response)["data"][0]
+            return {**card, "id": card["id"]}
     except HTTPError as error:
         error.close()
         hint = "give --key" if error.code in (401, 403) else "give the URL of a server with OpenAI's API, without /v1"

@@ -202,9 +202,13 @@ def stall(
     ] = None,
     streams: Annotated[int, typer.Option(help="Number of streams.", min=1)] = 64,
     only: Annotated[str, typer.Option(help="Only the rows that have this in their name.")] = "",
-    key: Annotated[str | None, typer.Option(help="API key.")] = None,
+    key: Annotated[str | None, typer.Option(help="API key of the streams.")] = None,
+    hostile_key: Annotated[
+        str | None, typer.Option(help="API key of the attacks (default: that of the streams).")
+    ] = None,
 ) -> None:
-    """Measure how long hostile requests delay the tokens of others. The last line is one JSON object."""
+    """Measure how long attacks of one tenant delay the tokens and requests of another. The last line is one JSON
+    object."""
     from paceline.bench.stall import bench
 
-    bench(url=url, start=start, streams=streams, key=key, only=only)
+    bench(url=url, start=start, streams=streams, key=key, hostile_key=hostile_key, only=only)
