@@ -41,6 +41,11 @@ class ApiKeys:
             )
 
     @property
+    def tenants(self) -> list[TenantConfig]:
+        """Those with keys; one with several keys is there several times."""
+        return [tenant for _, tenant in self._tenants]
+
+    @property
     def is_required(self) -> bool:
         """Whether the configuration names keys. Without any, every request belongs to the default tenant."""
         return bool(self._tenants)

@@ -1,9 +1,9 @@
 """Runs what depends on a request body off the event loop: JSON, checks, chat template, tokenizing.
 
-A body of any size and content must not delay the streams of other clients. Short bodies are handled in threads. Long
-ones are handled in another process, one at a time, the tenants in turn: decoding 16 MB of JSON alone holds the GIL for
-up to two seconds, and bodies with thousands of objects run much Python code. The process starts with
-the first long body and is started again if it dies.
+A body of any size and content must not delay the streams of other clients. Bodies that take under a millisecond are
+handled in threads. All others are handled in another process, of low priority: encoding 100 KB takes 0.1 to 0.3 s of a
+core, decoding 16 MB of JSON alone holds the GIL for up to two seconds, and bodies with many objects run much Python
+code. In both, the tenants take turns (`fair_threads.py`). A process that dies is started again with the next body.
 """
 
 from __future__ import annotations
@@ -18,97 +18,120 @@ import signal
 import struct
 import subprocess
 import sys
-from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import IO, Any, TypeVar, cast
 
 from paceline.server.errors import ApiError, api_error
-from paceline.server.limits import LONG_BODY_BYTES, LONG_BODY_OBJECTS, MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES
+from paceline.server.fair_threads import FairThreads
+from paceline.server.limits import (
+    LONG_BODY_BYTES,
+    LONG_BODY_OBJECTS,
+    MAX_QUEUED_BODY_BYTES,
+    MAX_TENANT_QUEUED_BODY_BYTES,
+)
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-_NUM_THREADS = 2
+_NUM_THREADS, _NUM_PROCESSES = 2, 2
 _LENGTH = struct.Struct("<Q")
 _OBJECT = re.compile(rb'\{\s*"')  # starts one that is not empty; in a string, the quote would be escaped
 _NICENESS = 10  # long bodies wait for the front end and the engine, not the other way round
 
 
 def is_long(body: bytes | bytearray) -> bool:
-    """Whether a body has many bytes or many JSON objects."""
+    """Whether a body may take a millisecond: it has many bytes or many JSON objects."""
     return len(body) > LONG_BODY_BYTES or any(islice(_OBJECT.finditer(body), LONG_BODY_OBJECTS, None))
 
 
 class BodyWorkers:
-    """The threads and the process of one front end."""
+    """The threads and the processes of one front end."""
 
     def __init__(self, tokenizer: Tokenizer, source: str | int) -> None:
         """`source` is where the process loads the same tokenizer from: see `load_tokenizer`."""
         self._tokenizer, self._source = tokenizer, source
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, "paceline-body")
-        self._long = ThreadPoolExecutor(1, "paceline-long-body")
-        self._num_long: Counter[str | None] = Counter()  # by tenant
-        self._turns = _Turns()
-        self._process: subprocess.Popen[bytes] | None = None  # started, used and replaced by the thread of `_long`
+        self._threads = FairThreads(_NUM_THREADS, "paceline-body")
+        # A second process is started when two tenants have long bodies at a time: one body may take seconds, and a
+        # tenant uses one process only.
+        self._long = FairThreads(
+            _NUM_PROCESSES, "paceline-long-body", max_per_tenant=1, initializer=self._start_process
+        )
+        self._local = threading.local()  # `process`, which each thread of `_long` starts, uses and replaces
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._num_bytes: Counter[str | None] = Counter()  # of bodies that wait or are handled, by tenant
+
+    def start(self) -> None:
+        """Starts a process now, so that the first long body does not wait for it."""
+        self._long.start()
 
     async def run(
         self, function: Callable[..., T], body: bytes | bytearray, *args: Any, tenant: str | None = None
     ) -> T:
         """Returns `function(body, *args)`. Function, arguments and result must be picklable; the tokenizer is passed
-        by name. `tenant` is whose body it is; None: the admin's, or that of a server without tenants."""
-        loop = asyncio.get_running_loop()
-        if not is_long(body):
-            return await loop.run_in_executor(self._threads, partial(function, body, *args))
-        self._check_num_long(tenant)
-        self._num_long[tenant] += 1
+        by name. `tenant` is whose body it is; None: the admin's, or that of a server without tenants. A body whose
+        caller is cancelled while it waits is not handled."""
+        with self._counted(tenant, len(body)):
+            if not is_long(body):
+                return await self.run_in_thread(function, body, *args, tenant=tenant)
+            call = partial(self._run_in_process, function, body, args)
+            return cast("T", await asyncio.wrap_future(self._long.submit(tenant, call)))
+
+    @contextlib.contextmanager
+    def _counted(self, tenant: str | None, num_bytes: int) -> Iterator[None]:
+        """A tenant may have few bytes in work: those of a flood are refused, not kept in memory for minutes."""
+        whose = "" if tenant is None else f" of tenant {tenant}"
+        for known, limit, name in (
+            (self._num_bytes[tenant], MAX_TENANT_QUEUED_BODY_BYTES, whose),
+            (self._num_bytes.total(), MAX_QUEUED_BODY_BYTES, " of all tenants"),
+        ):
+            if known and known + num_bytes > limit:
+                raise ApiError(
+                    f"Request bodies{name} with {known} bytes wait to be read, and this one has {num_bytes}: at most "
+                    f"{limit} bytes may wait; retry later, or send fewer at a time.",
+                    status=429,
+                    kind="rate_limit_error",
+                    code="too_many_bodies",
+                    headers={"Retry-After": "1"},
+                )
+        self._num_bytes[tenant] += num_bytes
         try:
-            await self._turns.wait_turn(tenant)
-            try:
-                found = await loop.run_in_executor(self._long, self._run_in_process, function, body, args)
-            finally:
-                self._turns.end_turn()
+            yield
         finally:
-            self._num_long[tenant] -= 1
-        return cast("T", found)
+            self._num_bytes[tenant] -= num_bytes
 
-    def _check_num_long(self, tenant: str | None) -> None:
-        if self._num_long.total() >= MAX_LONG_BODIES:
-            most, whose = MAX_LONG_BODIES, ""
-        elif self._num_long[tenant] >= MAX_TENANT_LONG_BODIES:
-            most, whose = MAX_TENANT_LONG_BODIES, "" if tenant is None else f" of tenant {tenant}"
-        else:
-            return
-        raise ApiError(
-            f"{most} request bodies{whose} of more than {LONG_BODY_BYTES} bytes or {LONG_BODY_OBJECTS} JSON objects "
-            "are being read: retry later.",
-            status=503,
-            kind="server_error",
-            code="too_many_long_bodies",
-            headers={"Retry-After": "1"},
-        )
-
-    async def run_in_thread(self, function: Callable[..., T], *args: Any) -> T:
+    async def run_in_thread(self, function: Callable[..., T], *args: Any, tenant: str | None = None) -> T:
         """Returns `function(*args)`; for Python code that may take long."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
+        return await asyncio.wrap_future(self._threads.submit(tenant, partial(function, *args)))
 
     def close(self) -> None:
         """Bodies in work fail."""
-        self._turns.cancel_waiting()
-        process = self._process
-        if process is not None:
+        for threads in (self._long, self._threads):
+            threads.close()
+        for process in list(self._processes):
             process.kill()  # so the thread that waits for its reply ends now
-        for pool in (self._threads, self._long):
-            pool.shutdown(cancel_futures=True)
-        if process is not None:
+        for threads in (self._long, self._threads):
+            threads.join()
+        for process in self._processes:
             _stop(process)
 
+    def _start_process(self) -> None:
+        """If there is none yet. One that cannot be started fails the body that needs it."""
+        with contextlib.suppress(OSError):
+            self._running_process()
+
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] | None = getattr(self._local, "process", None)
+        if process is None:
+            process = self._local.process = _start(self._source)
+            self._processes.append(process)
+        return process
+
     def _run_in_process(self, function: Callable[..., Any], body: bytes | bytearray, args: tuple[Any, ...]) -> Any:
-        if self._process is None:
-            self._process = _start(self._source)
-        process = self._process
+        process = self._running_process()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
             _write(process.stdin, _dumps((function, args)))
@@ -116,7 +139,8 @@ class BodyWorkers:
             result = _loads(_read(process.stdout), self._tokenizer)
         except (EOFError, OSError):
             _stop(process)
-            self._process = None
+            self._processes.remove(process)
+            self._local.process = None
             raise ApiError(
                 "The process that reads long request bodies died: retry the request.",
                 status=503,
@@ -127,45 +151,6 @@ class BodyWorkers:
         if isinstance(result, ApiError):
             raise result
         return result
-
-
-class _Turns:
-    """One turn at a time, of the tenants that wait in round-robin order: a tenant with many long bodies delays those of
-    another by one."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str | None, deque[asyncio.Future[None]]] = {}  # in the order of the tenants' next turns
-        self._is_taken = False
-
-    async def wait_turn(self, tenant: str | None) -> None:
-        if not self._is_taken:
-            self._is_taken = True
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.end_turn()  # it was given to a task that was cancelled at the same time
-            raise
-
-    def end_turn(self) -> None:
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            turns = self._waiting.pop(tenant)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[tenant] = turns  # behind the others
-            if not turn.done():
-                turn.set_result(None)
-                return
-        self._is_taken = False
-
-    def cancel_waiting(self) -> None:
-        for turn in (turn for turns in self._waiting.values() for turn in turns):
-            turn.cancel()
-        self._waiting.clear()
 
 
 def _start(source: str | int) -> subprocess.Popen[bytes]:

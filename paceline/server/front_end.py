@@ -85,6 +85,7 @@ class _FrontEnd:
         if self._batches is not None:
             tasks.append(asyncio.create_task(self._run_batches(self._batches)))
         send_to_supervisor(FrontEndListening())
+        self._state.workers.start()
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # an exception ends the process, and the supervisor starts another one

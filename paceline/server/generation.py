@@ -6,6 +6,7 @@ The first output decides the status: a request that the engine refuses gets an e
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -16,6 +17,7 @@ import msgspec
 from paceline.config import TenantConfig
 from paceline.engine.job import Job
 from paceline.engine.output import LoadedAdapter, OutputDelta, TokenUsage
+from paceline.request import Refused
 from paceline.server.apis.dialects import dialect_of
 from paceline.server.auth import batch_tenant
 from paceline.server.engine_client import ServedModel
@@ -31,7 +33,7 @@ from paceline.server.http import (
     send_error,
     send_json,
 )
-from paceline.server.limits import MAX_DEADLINE_MS, MAX_PRIORITY
+from paceline.server.limits import BODY_BYTES_PER_TOKEN, MAX_DEADLINE_MS, MAX_PRIORITY
 from paceline.server.parsing import parse
 from paceline.server.prompts import check_cache_salt, too_long
 from paceline.server.request_log import RequestLog
@@ -65,20 +67,7 @@ class GenerationHandler:
             if state.draining:
                 raise draining()
             body = await read_body(receive, headers, state.config)
-            route = self._route
-            arguments = (route.builder, route.request, route.path)
-            response = await state.run_checked(build_response, body, *arguments, tenant=tenant.name)
-            await response.prepare(state, tenant.name)
-            _check_length(response, state.context.model)
-            entry.set_response(response)
-            adapter = await state.find_adapter(response.request.model)
-            jobs = self._jobs(response, tenant, entry.tenant, headers, adapter)
-            state.counters.in_progress += 1
-            try:
-                respond = self._stream if response.request.stream else self._respond
-                await cancel_on_disconnect(receive, respond(response, jobs, entry, scope, send))
-            finally:
-                state.counters.in_progress -= 1
+            await cancel_on_disconnect(receive, self._handle(body, tenant, entry, headers, scope, send))
         except ClientDisconnected:
             state.counters.disconnects += 1
             entry.end = "client disconnected"
@@ -91,11 +80,51 @@ class GenerationHandler:
         if not log.isEnabledFor(logging.INFO):
             return
         if state.config.log_prompts:
-            await state.workers.run_in_thread(_log, entry, state.tokenizer)
+            await state.workers.run_in_thread(_log, entry, state.tokenizer, tenant=entry.tenant)
         else:
             _log(entry, None)
 
+    async def _handle(
+        self,
+        body: bytearray,
+        tenant: TenantConfig,
+        entry: RequestLog,
+        headers: dict[bytes, bytes],
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        state = self._state
+        response = await self._build(body, tenant, entry)
+        _check_length(response, state.context.model)
+        entry.set_response(response)
+        adapter = await state.find_adapter(response.request.model)
+        jobs = self._jobs(response, tenant, entry.tenant, headers, adapter)
+        state.counters.in_progress += 1
+        try:
+            respond = self._stream if response.request.stream else self._respond
+            await respond(response, jobs, entry, scope, send)
+        finally:
+            state.counters.in_progress -= 1
+            state.limiter.charge(entry.tenant, entry.num_output_tokens)
+
     # ------------------------------------------------------------------ request to jobs
+
+    async def _build(self, body: bytearray, tenant: TenantConfig, entry: RequestLog) -> ResponseBuilder:
+        """The response, within the limits of its tenant. A body that is refused keeps the charge for its length."""
+        state, route, estimate = self._state, self._route, len(body) // BODY_BYTES_PER_TOKEN
+        try:
+            state.limiter.acquire(entry.tenant, estimate, time.monotonic())
+        except Refused:
+            state.counters.refused[entry.tenant] += 1
+            raise
+        try:
+            arguments = (route.builder, route.request, route.path)
+            response = await state.run_checked(build_response, body, *arguments, tenant=entry.tenant)
+            await response.prepare(state, tenant.name)
+        finally:
+            state.limiter.release(entry.tenant)
+        state.limiter.charge(entry.tenant, sum(len(job.prompt) for job in response.jobs) - estimate)
+        return response
 
     def _jobs(
         self,
@@ -153,7 +182,7 @@ class GenerationHandler:
                 if finish_reason_of(output) is not None:
                     usages |= {index: output.usage} if output.usage else {}
         usage = total_usage(usages, response.jobs_per_prompt)
-        body = await self._state.workers.run_in_thread(response.final_body, outputs, usage)
+        body = await self._state.workers.run_in_thread(response.final_body, outputs, usage, tenant=entry.tenant)
         await response.finish(self._state)
         entry.status = 200
         await send_json(send, 200, body, {"X-Request-Id": entry.id})
@@ -174,7 +203,7 @@ class GenerationHandler:
                             await events.send_event(chunk)
                     chunks = response.chunks(index, output, reason)
                     if response.is_slow(index, output):
-                        chunks = await self._state.workers.run_in_thread(list, chunks)
+                        chunks = await self._state.workers.run_in_thread(list, chunks, tenant=entry.tenant)
                     for chunk in chunks:
                         await events.send_event(chunk)
                     if reason is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.config import ServerConfig
 from paceline.server.apis.dialects import Dialect, dialect_of
@@ -18,6 +18,7 @@ from paceline.server.fields import short
 if TYPE_CHECKING:
     from paceline.server.connection import Connection
 
+T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 AsgiEvent = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiEvent]]
@@ -153,8 +154,8 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b""})
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work`; if the client disconnects first, cancels it and raises ClientDisconnected.
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns what `work` does; if the client disconnects first, cancels it and raises ClientDisconnected.
 
     The body must have been read.
     """
@@ -163,7 +164,7 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, None]
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientDisconnected
-        working.result()
+        return working.result()
     finally:
         for task in (working, leaving):
             task.cancel()

@@ -14,8 +14,10 @@ MAX_WEIGHT_VERSION_CHARACTERS = 256
 DEFAULT_FLUSH_TIMEOUT_S, MAX_FLUSH_TIMEOUT_S = 60.0, 3600.0  # new requests wait for that long at most
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions alone
 # A body with more bytes, or with more JSON objects, is a long one and handled in another process: see body_workers.py.
-LONG_BODY_BYTES, LONG_BODY_OBJECTS = 131_072, 1000
-MAX_LONG_BODIES, MAX_TENANT_LONG_BODIES = 64, 16  # of one front end at a time, of one tenant; more get 503
+LONG_BODY_BYTES, LONG_BODY_OBJECTS = 4096, 32
+# Of bodies that wait or are handled in one front end: of all tenants, of one. More get 429.
+MAX_QUEUED_BODY_BYTES, MAX_TENANT_QUEUED_BODY_BYTES = 1 << 30, 1 << 28
+BODY_BYTES_PER_TOKEN = 4  # what a prompt is charged for until its tokens are known
 MAX_TOKENIZE_CHARACTERS = 1_048_576
 
 # Files and batches
@@ -26,7 +28,6 @@ MAX_BATCH_LINE_BYTES = 1_048_576
 MAX_BATCH_ERRORS = 100  # of one input file that are reported
 MAX_BATCH_LINES_IN_FLIGHT = 1024  # of all batches: twice as many as max_running of a GPU
 MAX_BATCH_BYTES_IN_FLIGHT = 67_108_864  # of one batch
-MAX_LONG_BATCH_LINES = 8  # in flight, long ones: the rest of MAX_LONG_BODIES is for clients
 MAX_BATCH_ATTEMPTS = 3  # for a line whose engine died
 MAX_UNFINISHED_BATCHES, MAX_BATCHES = 100, 1000  # of one tenant; the oldest finished ones are removed
 MAX_LISTED_FILES, MAX_LISTED_BATCHES = 10_000, 100

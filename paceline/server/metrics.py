@@ -74,6 +74,7 @@ class ServerCounters:
         self.slow_clients = 0
         self.connections = 0  # open now
         self.in_progress = 0  # generation requests
+        self.refused: Counter[str] = Counter()  # before tokenizing, by tenant
         self.uploads: Counter[str] = Counter()  # in progress, by tenant
         self.batches_running = 0
         self.batch_requests: Counter[str] = Counter()  # completed and failed
@@ -97,6 +98,12 @@ class ServerCounters:
                 "Clients disconnected because they sent or read too slowly.",
                 self.slow_clients,
                 label,
+            ),
+            MetricFamily(
+                "http_requests_refused",
+                "counter",
+                "Requests refused before they were tokenized, because of a limit of their tenant.",
+                [({**label, "tenant": tenant}, count) for tenant, count in sorted(self.refused.items())],
             ),
             gauge("http_connections", "Open connections.", self.connections, label),
             gauge("http_requests_in_progress", "Generation requests in progress.", self.in_progress, label),

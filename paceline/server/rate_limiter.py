@@ -1,4 +1,8 @@
-"""Per-tenant limits: concurrent requests and tokens per minute, counted in the engine process for all front ends."""
+"""Per-tenant limits: concurrent requests and tokens per minute.
+
+The engine process counts for all front ends. Each front end counts too, before it tokenizes: a prompt that is refused
+has been work, and the engine never hears of it.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +55,13 @@ class RateLimiter:
                     )
                 usage.tokens -= num_prompt_tokens
             usage.num_requests += 1
+
+    def charge(self, name: str, num_tokens: float) -> None:
+        """Takes tokens, or gives back if negative, that were not known when the request was acquired."""
+        with self._lock:
+            usage = self._usage.get(name)
+            if usage is not None:
+                usage.tokens -= num_tokens
 
     def release(self, name: str, num_output_tokens: int = 0) -> None:
         with self._lock:

@@ -41,6 +41,10 @@ class RequestLog:
         if output.timings is not None:
             self._first_token_s, self._queue_s = output.timings.first_token_s, output.timings.admitted_s
 
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self._num_tokens.values())
+
     def fields(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
         """The fields of the line, with the text of the prompts if a tokenizer is given."""
         found: dict[str, Any] = {
@@ -50,7 +54,7 @@ class RequestLog:
             "status": self.status,
             "end": str(self.end),
             "prompt_tokens": sum(map(len, self._prompts)),
-            "completion_tokens": sum(self._num_tokens.values()),
+            "completion_tokens": self.num_output_tokens,
             "queue_ms": _ms(self._queue_s),
             "first_token_ms": _ms(self._first_token_s),
             "total_ms": _ms(time.monotonic() - self._started),

@@ -22,7 +22,7 @@ from starlette.routing import compile_path
 from paceline.request import PacelineError
 from paceline.server.apis.dialects import dialect_of
 from paceline.server.errors import ApiError, api_error, method_not_allowed, unknown_route
-from paceline.server.http import ClientDisconnected, read_body
+from paceline.server.http import ClientDisconnected, cancel_on_disconnect, read_body
 from paceline.server.parsing import convert, parse
 from paceline.server.response import ResponseBuilder
 from paceline.server.state import RequestContext, ServerState
@@ -129,9 +129,10 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
             data = await read_body(request.receive, dict(request.headers.raw), state.config)
             arguments = (route.request, route.path, route.prepare)
             if route.prepare is None:  # it works without an engine
-                body = await state.workers.run(_decode, data, *arguments, None, tenant=tenant)
+                work = state.workers.run(_decode, data, *arguments, None, tenant=tenant)
             else:
-                body = await state.run_checked(_decode, data, *arguments, tenant=tenant)
+                work = state.run_checked(_decode, data, *arguments, tenant=tenant)
+            body = await cancel_on_disconnect(request.receive, work)
         query = None if route.query is None else convert(dict(request.query_params), route.query, strict=False)
         return await route.handler(Call(state, request.path_params, body, query, tenant, request))
 

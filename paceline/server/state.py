@@ -19,6 +19,7 @@ from paceline.server.engine_client import EngineClient, ServedModel
 from paceline.server.errors import ApiError, unknown_model
 from paceline.server.metrics import ServerCounters
 from paceline.server.queries import GetAdapters
+from paceline.server.rate_limiter import RateLimiter
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
@@ -60,9 +61,15 @@ class ServerState:
     # LoRA adapters, by name, as the engine last reported them. It is asked about names that are not here, and refuses
     # those that are gone, so this may be out of date.
     adapters: Mapping[str, LoadedAdapter] = field(default_factory=dict)
+    # Limits of tenants before a prompt is tokenized, and for prompts that are refused then. The engine process counts
+    # what it accepts, for all front ends together.
+    limiter: RateLimiter = field(init=False)
     _asked: float = -math.inf
     _refresh: asyncio.Task[None] | None = None
     _next_refresh: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.limiter = RateLimiter(self.api_keys.tenants)
 
     async def refresh_adapters(self) -> bool:
         """Asks the engine for its adapters, if there can be any. Returns whether they have changed.

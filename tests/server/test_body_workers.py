@@ -8,7 +8,8 @@ import operator
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +21,14 @@ from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.request import FinishReason
 from paceline.server import body_workers, engine_process
+from paceline.server.app import App
 from paceline.server.body_workers import BodyWorkers, is_long
 from paceline.server.errors import ApiError
+from paceline.server.http import AsgiEvent
 from paceline.server.limits import (
     LONG_BODY_BYTES,
     LONG_BODY_OBJECTS,
     MAX_DETOKENIZE_TOKENS,
-    MAX_LONG_BODIES,
-    MAX_TENANT_LONG_BODIES,
     MAX_TOKENIZE_CHARACTERS,
 )
 from paceline.server.response import LogprobFormatter
@@ -224,7 +225,7 @@ def test_a_body_with_many_objects_is_a_long_one(caller: Caller, monkeypatch: pyt
     messages = HELLO["messages"] * (LONG_BODY_OBJECTS // len(HELLO["messages"]) + 1)
     body = json.dumps({**HELLO, "messages": messages}).encode()
     assert len(body) < LONG_BODY_BYTES and is_long(body) and is_long(bytearray(body))
-    assert not is_long(json.dumps({**HELLO, "messages": messages[:-100]}).encode())
+    assert not is_long(json.dumps({**HELLO, "messages": messages[:-3]}).encode())
     handled = []
     monkeypatch.setattr(caller.app.state.workers, "_run_in_process", lambda *args: handled.append(args))
 
@@ -236,7 +237,7 @@ def test_a_body_with_many_objects_is_a_long_one(caller: Caller, monkeypatch: pyt
 
 
 def test_braces_in_strings_are_not_counted_as_objects() -> None:
-    code = 'if (a) { print("{"); } else { b = {"c": "\\"}; }' * 1000
+    code = 'if (a) { print("{"); } else { b = {"c": "\\"}; }' * 20
     body = json.dumps({**TEXT, "prompt": code, "user": '"'}).encode()
     assert body.count(b"{") > LONG_BODY_OBJECTS and len(body) < LONG_BODY_BYTES and not is_long(body)
 
@@ -268,23 +269,39 @@ def test_errors_of_a_long_body_quote_little_of_it(caller: Caller) -> None:
 
 
 class HeldProcess:
-    """Stands in for the process of the long bodies: handles one when it is released."""
+    """Stands in for the processes of the long bodies: handles one when it is released, which its last byte names."""
 
     def __init__(self, workers: BodyWorkers, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handled: list[bytes] = []
-        self._turns = threading.Semaphore(0)
+        self.num_taken = 0
+        self._released = defaultdict[bytes, threading.Semaphore](lambda: threading.Semaphore(0))
         monkeypatch.setattr(workers, "_run_in_process", self._handle)
 
     def _handle(self, function: Any, body: bytes, args: tuple[Any, ...]) -> Any:
-        self._turns.acquire()
-        self.handled.append(bytes(body[:1]))
+        self.num_taken += 1
+        self._released[bytes(body[-1:])].acquire()
+        self.handled.append(bytes(body[-1:]))
         raise ApiError("held")
 
-    def release(self, count: int) -> None:
-        self._turns.release(count)
+    def release(self, names: bytes) -> None:
+        for name in names:
+            self._released[bytes([name])].release()
+
+    def run(self, test: Coroutine[Any, Any, None]) -> None:
+        """Runs a test, and holds nothing after it: a failure must not become a deadlock."""
+
+        async def bounded() -> None:
+            try:
+                async with asyncio.timeout(60):
+                    await test
+            finally:
+                self.release(b"} 123" * 100)
+
+        asyncio.run(bounded())
 
 
 LONG_TEXT = json.dumps({**TEXT, "metadata": {"padding": "x" * LONG}}).encode()
+TENANTS = [TenantConfig(name=name, keys=(name,)) for name in ("one", "two")]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -292,89 +309,175 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_tenant_with_many_long_bodies_gets_503_and_the_others_are_served(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caller = Caller(make_app(engine, tenants=[TenantConfig(name=name, keys=(name,)) for name in ("one", "two")]))
-    workers = caller.app.state.workers
-    process = HeldProcess(workers, monkeypatch)
+class Visit:
+    """A request whose client may leave."""
 
-    async def use(client: httpx.AsyncClient) -> None:
-        def post(tenant: str, path: str = COMPLETIONS, content: bytes = LONG_TEXT) -> asyncio.Task[httpx.Response]:
-            return asyncio.create_task(
-                client.post(path, content=content, headers={"Authorization": f"Bearer {tenant}"})
-            )
+    def __init__(self, app: App, body: bytes, path: str = COMPLETIONS, key: str = "") -> None:
+        self.status = 0
+        self._unread, self._left = [body], asyncio.Event()
+        headers = [(b"authorization", b"Bearer " + key.encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
-        waiting = [post("one") for _ in range(MAX_TENANT_LONG_BODIES)]
-        await until(lambda: workers._num_long["one"] == MAX_TENANT_LONG_BODIES)
-        for path in (COMPLETIONS, "/tokenize"):
-            refused = await post("one", path)
-            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-            assert refused.json()["error"]["code"] == "too_many_long_bodies"
-            assert refused.json()["error"]["message"].startswith("16 request bodies of tenant one of more than 131072")
-        assert (await post("one", content=json.dumps(TEXT).encode())).status_code == 200
-        waiting.append(post("two"))
-        await until(lambda: workers._num_long["two"] == 1)
-        process.release(len(waiting))
-        assert {(await response).status_code for response in waiting} == {400}
-        assert workers._num_long.total() == 0
+    async def _receive(self) -> AsgiEvent:
+        if self._unread:
+            return {"type": "http.request", "body": self._unread.pop(), "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
 
-    caller.run(use)
-    workers.close()
+    async def _send(self, message: AsgiEvent) -> None:
+        self.status = message.get("status", self.status)
+
+    async def leave(self) -> None:
+        self._left.set()
+        await self.task
 
 
-def test_long_bodies_of_all_tenants_together_are_limited(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = caller.app.state.workers
-    process = HeldProcess(workers, monkeypatch)
-
-    async def use(client: httpx.AsyncClient) -> None:
-        tasks = [
-            asyncio.create_task(workers.run(operator.neg, b"x" * LONG, tenant=str(index % 8)))
-            for index in range(MAX_LONG_BODIES)
-        ]
-        await until(lambda: workers._num_long.total() == MAX_LONG_BODIES)
-        refused = await client.post(COMPLETIONS, content=LONG_TEXT)
-        assert refused.status_code == 503 and refused.json()["error"]["message"].startswith("64 request bodies of more")
-        process.release(len(tasks))
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    caller.run(use)
-
-
-def test_tenants_take_turns_with_long_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = BodyWorkers(synthetic_tokenizer(300), 300)
-    process = HeldProcess(workers, monkeypatch)
+def test_a_flood_of_bodies_does_not_delay_another_tenant(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(engine, tenants=TENANTS)
+    process = HeldProcess(app.state.workers, monkeypatch)
 
     async def use() -> None:
-        tasks = []
-        for tenant in "aaaabbc":
-            tasks.append(asyncio.create_task(workers.run(operator.neg, tenant.encode() * LONG, tenant=tenant)))
-            await asyncio.sleep(0)  # it takes its place in the queue
-        tasks[1].cancel()  # while it waits
-        process.release(len(tasks))
-        await asyncio.gather(*tasks, return_exceptions=True)
-        assert workers._num_long.total() == 0
-        last = asyncio.create_task(workers.run(operator.neg, b"z" * LONG, tenant="z"))
-        process.release(1)
-        await asyncio.gather(last, return_exceptions=True)
+        flood = [Visit(app, LONG_TEXT + b" ", key="one") for _ in range(8)]
+        await until(lambda: process.num_taken == 1)
+        short = Visit(app, json.dumps(TEXT).encode(), key="two")
+        await short.task
+        assert short.status == 200
+        long = Visit(app, LONG_TEXT, key="two")
+        process.release(b"}")
+        await long.task
+        assert process.handled == [b"}"] and process.num_taken == 2, "beside the first one of the flood"
+        process.release(b" " * len(flood))
+        await asyncio.gather(*(one.task for one in flood))
 
-    asyncio.run(use())
+    process.run(use())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_body_whose_client_left_while_it_waited_is_not_handled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    app = make_app(engine)
+    process = HeldProcess(app.state.workers, monkeypatch)
+
+    async def use() -> None:
+        first = Visit(app, LONG_TEXT + b"1", path)
+        await until(lambda: process.num_taken == 1)
+        waiting = [Visit(app, LONG_TEXT + digit, path) for digit in (b"2", b"3")]
+        await asyncio.sleep(0.1)
+        await waiting[0].leave()
+        assert waiting[0].status == 0 and app.state.counters.disconnects == 1
+        process.release(b"123")
+        await asyncio.gather(first.task, waiting[1].task)
+
+    process.run(use())
+    assert process.handled == [b"1", b"3"]
+
+
+def test_bodies_that_wait_have_few_bytes_of_a_tenant_and_of_all(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_workers, "MAX_TENANT_QUEUED_BODY_BYTES", 2 * len(LONG_TEXT))
+    monkeypatch.setattr(body_workers, "MAX_QUEUED_BODY_BYTES", 3 * len(LONG_TEXT))
+    caller = Caller(make_app(engine, tenants=TENANTS, admin_key="root"))
+    process = HeldProcess(caller.app.state.workers, monkeypatch)
+
+    async def use(client: httpx.AsyncClient) -> None:
+        def post(tenant: str, path: str = COMPLETIONS) -> asyncio.Task[httpx.Response]:
+            headers = {"Authorization": f"Bearer {tenant}"}
+            return asyncio.create_task(client.post(path, content=LONG_TEXT, headers=headers))
+
+        async def is_refused(tenant: str, path: str) -> str:
+            refused = await post(tenant, path)
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "too_many_bodies"
+            return refused.json()["error"]["message"]
+
+        waiting = [post("one"), post("one")]
+        await asyncio.sleep(0.1)
+        for path in (COMPLETIONS, "/tokenize"):
+            assert "of tenant one with" in await is_refused("one", path)
+        waiting.append(post("two"))
+        await asyncio.sleep(0.1)
+        assert "of all tenants" in await is_refused("root", "/tokenize")
+        process.release(b"}" * (len(waiting) + 1))
+        assert {(await response).status_code for response in waiting} == {400}
+        assert (await post("one")).status_code == 400, "there is room again"
+
+    caller.run(use)
+
+
+def test_a_body_larger_than_the_limit_is_handled_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_workers, "MAX_TENANT_QUEUED_BODY_BYTES", 10)
+    assert Caller(make_app(engine)).ok(COMPLETIONS, TEXT)
+
+
+def test_a_tenant_has_max_requests_bodies_in_work(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(engine, tenants=[TenantConfig(name="one", keys=("one",), max_requests=1)])
+    process = HeldProcess(app.state.workers, monkeypatch)
+
+    async def use() -> None:
+        first = Visit(app, LONG_TEXT, key="one")
+        await until(lambda: process.num_taken == 1)
+        second = Visit(app, LONG_TEXT, key="one")
+        await second.task
+        assert second.status == 429 and app.state.counters.refused["one"] == 1
+        process.release(b"}}")
+        await first.task
+        third = Visit(app, LONG_TEXT, key="one")
+        await third.task
+        assert third.status == 400, "it was handled"
+
+    process.run(use())
+
+
+def limited(engine: Engine, tokens_per_minute: int) -> Callable[[Any], httpx.Response]:
+    tenant = TenantConfig(name="one", keys=("one",), tokens_per_minute=tokens_per_minute)
+    caller = Caller(make_app(engine, tenants=[tenant]))
+    return lambda body: caller.request("POST", COMPLETIONS, json=body, headers={"Authorization": "Bearer one"})
+
+
+def test_a_prompt_that_is_refused_is_charged_to_its_tenant(engine: Engine) -> None:
+    post = limited(engine, 1000)
+    assert post({**TEXT, "prompt": "a " * 50_000}).json()["error"]["code"] == "context_length_exceeded"
+    response = post(TEXT)
+    assert response.status_code == 429 and "tokens_per_minute" in response.json()["error"]["message"]
+    assert 60 * 20 < int(response.headers["retry-after"]) < 60 * 30, "100,000 characters are about 25,000 tokens"
+
+
+def test_a_prompt_that_is_accepted_is_charged_its_tokens_and_not_its_bytes(engine: Engine) -> None:
+    post = limited(engine, 1000)
+    padding = {"metadata": {"padding": "x" * 6000}}
+    assert [post({**TEXT, **padding, "max_tokens": 1}).status_code for _ in range(5)] == [200] * 5
+
+
+def test_output_is_charged_too(engine: Engine) -> None:
+    post = limited(engine, 60)
+    assert post({**TEXT, "prompt": [5, 6], "max_tokens": 90, "ignore_eos": True}).status_code == 200
+    assert post({**TEXT, "prompt": [5, 6], "max_tokens": 1}).status_code == 429
+
+
+def test_the_process_of_a_front_end_is_started_before_the_first_long_body() -> None:
+    workers = BodyWorkers(synthetic_tokenizer(300), 300)
+    workers.start()
+    assert asyncio.run(workers.run(len, b"x" * LONG)) == LONG
+    (process,) = workers._processes
+    assert process.poll() is None
     workers.close()
-    assert b"".join(process.handled) == b"abcabaz"
+    assert process.poll() is not None
 
 
 def test_a_dead_process_fails_its_request_and_is_replaced(caller: Caller) -> None:
     workers = caller.app.state.workers
     long = {**TEXT, "metadata": {"padding": "x" * LONG}}
     caller.ok(COMPLETIONS, long)
-    first = workers._process
-    assert first is not None
+    (first,) = workers._processes
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
     response = caller.post(COMPLETIONS, long)
     assert response.status_code == 503 and response.json()["error"]["code"] == "body_process_died"
     caller.ok(COMPLETIONS, long)
-    assert workers._process is not first
+    assert workers._processes and first not in workers._processes
 
 
 def test_a_bug_in_the_process_is_500_and_logged(capfd: pytest.CaptureFixture[str]) -> None:

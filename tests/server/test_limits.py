@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
@@ -314,6 +315,15 @@ def test_a_slow_or_invalid_request_is_closed_with_a_status(strict: ServerProcess
     with connect(strict) as one:
         one.sendall(sent)
         assert closes(one).startswith(b"HTTP/1.1 " + status)
+
+
+def test_a_front_end_starts_the_process_of_long_bodies_before_the_first_one(strict: ServerProcess) -> None:
+    def is_running() -> bool:
+        (front_end,) = strict.children["front_end"]
+        children = psutil.Process(front_end).children()
+        return any("paceline.server.body_workers" in child.cmdline() for child in children)
+
+    wait_until(is_running)
 
 
 def test_slow_senders_do_not_block_other_clients(strict: ServerProcess) -> None:

@@ -146,7 +146,7 @@ class ResponsesResponse(ChatBuilder):
         previous = self._given.previous_response_id
         if previous is not None:
             history = (await _stored(state, previous, tenant, "previous_response_id")).messages
-            await state.workers.run_in_thread(self._start, state.context, history)
+            await state.workers.run_in_thread(self._start, state.context, history, tenant=tenant)
 
     async def finish(self, state: ServerState) -> None:
         if self._is_stored:

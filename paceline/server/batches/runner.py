@@ -18,7 +18,7 @@ from paceline.server.batches.objects import StoredBatch
 from paceline.server.batches.running_batch import RunningBatch
 from paceline.server.batches.store import BatchStore
 from paceline.server.http import Receive, Scope, Send
-from paceline.server.limits import MAX_BATCH_LINES_IN_FLIGHT, MAX_LONG_BATCH_LINES
+from paceline.server.limits import MAX_BATCH_LINES_IN_FLIGHT
 from paceline.server.state import ServerState
 
 log = logging.getLogger("paceline.server")
@@ -36,7 +36,6 @@ class BatchRunner:
         self._state, self._store, self._call = state, store, call
         self._running: dict[str, tuple[StoredBatch, RunningBatch, asyncio.Task[None]]] = {}  # by id
         self._not_before: dict[str, float] = {}  # batches that failed because of the server
-        self._long_lines = asyncio.Semaphore(MAX_LONG_BATCH_LINES)
         self._loop: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -100,7 +99,7 @@ class BatchRunner:
             if stored.tenant in tenants and not ends_now:
                 continue
             tenants.add(stored.tenant)
-            running = RunningBatch(stored, self._store, self._state, self._call, self._max_in_flight, self._long_lines)
+            running = RunningBatch(stored, self._store, self._state, self._call, self._max_in_flight)
             task = asyncio.create_task(self._run(running))
             self._running[batch.id] = stored, running, task
         self._state.counters.batches_running = len(self._running)

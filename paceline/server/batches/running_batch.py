@@ -30,7 +30,6 @@ from paceline.server.batches.lines import (
 from paceline.server.batches.objects import BatchError, BatchErrors, BatchObject, StoredBatch
 from paceline.server.batches.results import ResultWriter
 from paceline.server.batches.store import BatchStore
-from paceline.server.body_workers import is_long
 from paceline.server.http import AsgiEvent, Receive, Scope, Send
 from paceline.server.limits import MAX_BATCH_ATTEMPTS, MAX_BATCH_BYTES_IN_FLIGHT
 from paceline.server.state import ServerState
@@ -40,7 +39,7 @@ _READ_LINES = 64  # of the input file, at a time
 _POLL_S = 0.1
 _RETRY_S = 1.0
 _PROGRESS_S = 2.0  # between two updates of request_counts
-_BUSY = ("queue_full", "too_many_long_bodies", "draining", "shutting_down")  # not counted as attempts
+_BUSY = ("queue_full", "too_many_bodies", "draining", "shutting_down")  # not counted as attempts
 _FAILED = ("engine_failed", "body_process_died", "aborted")
 _UNFINISHED = {
     "cancelled": ("batch_cancelled", "The batch was cancelled before this request was completed."),
@@ -71,11 +70,10 @@ class RunningBatch:
         state: ServerState,
         call: Callable[[Scope, Receive, Send], Awaitable[None]],
         max_in_flight: Callable[[], int],
-        long_lines: asyncio.Semaphore,
     ) -> None:
         """`call` is the app; `max_in_flight` says how many lines this batch may have in flight now."""
         self._stored, self._store, self._state, self._call = stored, store, state, call
-        self._max_in_flight, self._long_lines = max_in_flight, long_lines
+        self._max_in_flight = max_in_flight
         self.batch = stored.batch
         self.cancelled = asyncio.Event()
         output, errors = map(store.data_path, self.batch.result_ids)
@@ -253,9 +251,6 @@ class RunningBatch:
             if self._num_bytes_left - self._writer.num_bytes <= 0:
                 message = "The files of the tenant have reached the server's batch_tenant_bytes: delete some."
                 await self._keep(not_run(line.custom_id, "storage_limit_exceeded", message))
-            elif is_long(bytes(line.body)):
-                async with self._long_lines:
-                    await self._keep(await self._respond(line, tenant))
             else:
                 await self._keep(await self._respond(line, tenant))
         finally:
