@@ -426,7 +426,7 @@ class Engine:
             pooler=None if job.pooling is None else Pooler(job.pooling),
         )
         if params.grammar is not None:
-            active.compiling = self.grammars.compile(params.grammar)
+            active.compiling = self.grammars.compile(params.grammar, job.tenant)
             if active.compiling.done():
                 active.compiling.result()  # raises at once if the grammar is known to be invalid
         return active
@@ -489,7 +489,10 @@ class Engine:
         for item in inbox:
             if isinstance(item, tuple):
                 if not self.scheduler.finish(*item, self.clock()) and item[0] in self._compiling:
-                    self._outputs.end(self._compiling.pop(item[0]), item[1])
+                    active = self._compiling.pop(item[0])
+                    if active.compiling is not None:
+                        self.grammars.abandon(active.compiling)
+                    self._outputs.end(active, item[1])
             elif isinstance(item, ActiveRequest):
                 self._add(item)
             else:

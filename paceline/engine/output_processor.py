@@ -7,7 +7,6 @@ delivering to its sink fails, only that request ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from paceline.engine.loop import StepOutput
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
 from paceline.engine.pooling import PooledStates, Pooler
 from paceline.request import FinishReason, PacelineError, Refused, Request
-from paceline.sampling.matcher import Compiled
+from paceline.sampling.grammar import Compiling
 from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Finished, Updates
 from paceline.text.stop import TextStream
@@ -46,7 +45,7 @@ class ActiveRequest:
     is_first: bool = True  # no delta was delivered yet
     logprobs: list[TokenLogprob] = field(default_factory=list)  # since the last delta
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # delivered with the first delta
-    compiling: Future[Compiled] | None = None  # its grammar
+    compiling: Compiling | None = None  # its grammar
     pooler: Pooler | None = None  # of an embedding
 
     def take_logprobs(self) -> dict[str, Any]:

@@ -1,47 +1,45 @@
 """Constrained output: bit masks of the tokens that a grammar allows next.
 
-llguidance parses. A grammar is compiled on a worker thread, within limits on its size and its cost, and cached: a
-request gets a copy of the compiled grammar, which then follows its tokens (`matcher.py`). The masks of a pass are
-computed on several cores, on other threads than the engine's, while the device computes the logits (`engine/loop.py`).
-Between `start_masks` and `wait_masks` nothing else may use the matchers of that pass.
+llguidance parses. A grammar is compiled on a worker thread, in turns of tenants (`turns.py`), and cached: a request
+gets a copy of the compiled grammar, which then follows its tokens (`matcher.py`). A server tries a grammar in another
+process first, within limits on its cost (`grammar_trials.py`). The masks of a pass are computed on several cores, on
+other threads than the engine's, while the device computes the logits (`engine/loop.py`). Between `start_masks` and
+`wait_masks` nothing else may use the matchers of that pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
+import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from paceline.request import GRAMMAR_LIMIT, Grammar, InvalidRequest, Request
+from paceline.sampling.grammar_source import (
+    GrammarText,
+    TokenizerArguments,
+    cannot_be_compiled,
+    compiled,
+    llguidance_source,
+    one_line_error,
+)
+from paceline.sampling.grammar_trials import GrammarTrials, TrialTimeout
 from paceline.sampling.mask_worker import MaskWorker
 from paceline.sampling.matcher import Compiled, GrammarMatcher, MaskRow, consume, fill_draft_masks, fill_masks
+from paceline.sampling.turns import Turns
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Updates
-from paceline.text.json_schema import with_options
 from paceline.text.tokenizer import Tokenizer
 
-MAX_COMPILE_S = 10.0
-MAX_REPEATS = 20_000  # counted repetitions of a pattern, nested ones multiplied: they need memory
 _MAX_COMPILED = 512  # cached grammars
-_NUM_COMPILERS = 2
-# The cost limits of one grammar, in llguidance's units: about a second to compile and a few milliseconds per mask.
-_LIMITS = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 200_000,
-    "max_grammar_size": 500_000,
-    "max_items_in_row": 2000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
-}
+_NUM_COMPILERS = 4  # most of the time they wait for the processes of trials
 
 # Classes of tokens that a mask allows as a whole if all of a class is allowed; it checks other tokens byte by byte. A
 # string with few characters left can use no class of longer tokens, so there are several lengths: llguidance's own
@@ -54,11 +52,19 @@ _SLICES = [
 ]
 _MAX_THREADS = 8  # more gain little (docs/log)
 
-# `\d` and `\w` are ASCII, as in JSON Schema, where llguidance reads them so; in other patterns it would allow all of
-# Unicode. The nested brackets are valid within a class too.
-_ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[a-zA-Z0-9_]", "W": "[^a-zA-Z0-9_]"}
-
 MaskBufferOf = Callable[[int, int], Bits]  # masks, words -> where the bits are written
+
+
+class Compiling(Future[Compiled]):
+    """A grammar that is compiled for the requests that wait for it."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        super().__init__()
+        self.grammar = grammar
+        self.num_waiting = 0
+        self.tenants: set[str] = set()
+        self.is_begun = False
+        self.trial: socket.socket | None = None  # shutting it down ends the trial
 
 
 class Grammars:
@@ -66,9 +72,10 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()  # of _compiled
-        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # of _compiled, and of the fields of what is in it
+        self._compiled: OrderedDict[Grammar, Compiling] = OrderedDict()
+        self._turns = Turns(self._run, _NUM_COMPILERS, "paceline-grammar")
+        self._trials: GrammarTrials | None = None
         self._setup_lock = threading.Lock()
         self._ll_tokenizer: Any = None
         self._executor: Any = None
@@ -80,83 +87,102 @@ class Grammars:
 
     # ------------------------------------------------------------------ compiling, on any thread
 
-    def compile(self, grammar: Grammar) -> Future[Compiled]:
-        """A future of the compiled grammar. Its error is an InvalidRequest."""
+    def compile(self, grammar: Grammar, tenant: str = "default") -> Compiling:
+        """A future of the compiled grammar, for one request. Its error is an InvalidRequest."""
         with self._lock:
             found = self._compiled.get(grammar)
-            if found is not None:
-                self._compiled.move_to_end(grammar)
-                return found
-            if self._pool is None:
-                _llguidance()
-                self._pool = ThreadPoolExecutor(_NUM_COMPILERS, "paceline-grammar")
-            found = self._compiled[grammar] = Future()
-            self._pool.submit(self._work, grammar, found)
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            if found is None:
+                found = self._compiled[grammar] = Compiling(grammar)
+                if len(self._compiled) > _MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            if not found.done():
+                found.num_waiting += 1
+                if tenant not in found.tenants:  # it runs when the first of them has its turn
+                    found.tenants.add(tenant)
+                    self._turns.add(tenant, found)
         return found
 
+    def abandon(self, compiling: Compiling) -> None:
+        """A request does not need its grammar any more. If no other one waits for it, it is not compiled."""
+        with self._lock:
+            compiling.num_waiting -= 1
+            if compiling.num_waiting or compiling.done():
+                return
+            self._forget(compiling)
+            trial = compiling.trial
+            if trial is not None:
+                with contextlib.suppress(OSError):  # it has just ended
+                    trial.shutdown(socket.SHUT_RDWR)
+        compiling.cancel()
+
+    def try_before_compiling(self) -> None:
+        """From now on grammars are compiled in another process first, for grammars of clients that are not trusted.
+        Raises InvalidRequest if llguidance cannot use this tokenizer."""
+        self.set_up()
+        self._trials = GrammarTrials(self._arguments())
+        self._trials.start()
+
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._turns.close()
+        if self._trials is not None:
+            self._trials.close()
         while self._workers:
             # Masks are written to the executor's memory, so their computation must end before the executor is closed.
             self._workers.pop().close()
         with self._lock:
-            for future in self._compiled.values():
-                _settle(future, error=InvalidRequest("grammar was still being compiled when the engine closed."))
+            for compiling in self._compiled.values():
+                _settle(compiling, error=InvalidRequest("grammar was still being compiled when the engine closed."))
 
-    def _work(self, grammar: Grammar, future: Future[Compiled]) -> None:
-        """Compiles. The future fails after MAX_COMPILE_S, even if this thread still compiles."""
-        timer = threading.Timer(MAX_COMPILE_S, self._time_out, (grammar, future))
-        timer.daemon = True
-        timer.start()
-        try:
-            _settle(future, self._compile(grammar))
-        except InvalidRequest as error:
-            _settle(future, error=error)
-        finally:
-            timer.cancel()
-
-    def _time_out(self, grammar: Grammar, future: Future[Compiled]) -> None:
+    def _run(self, compiling: Compiling) -> None:
+        """Compiles, in the turn of one of the tenants that wait for it."""
         with self._lock:
-            if self._compiled.get(grammar) is future:
-                del self._compiled[grammar]  # the machine may only have been busy: a new request tries again
-        _settle(future, error=InvalidRequest(f"grammar takes more than {MAX_COMPILE_S:g} s to compile: simplify it."))
-
-    def _compile(self, grammar: Grammar) -> Compiled:
+            if compiling.is_begun or compiling.done():
+                return
+            compiling.is_begun = True
         try:
-            return self._compile_checked(grammar)
+            _settle(compiling, self._compile(compiling))
+        except InvalidRequest as error:
+            if isinstance(error, TrialTimeout):
+                with self._lock:
+                    self._forget(compiling)
+            _settle(compiling, error=error)
+
+    def _forget(self, compiling: Compiling) -> None:
+        """With the lock: a new request tries again."""
+        if self._compiled.get(compiling.grammar) is compiling:
+            del self._compiled[compiling.grammar]
+
+    def _compile(self, compiling: Compiling) -> Compiled:
+        llguidance = self.set_up()
+        text = GrammarText.of(compiling.grammar, self._tokenizer)
+
+        def began(trial: socket.socket) -> None:
+            with self._lock:
+                compiling.trial = trial
+                if compiling.cancelled():
+                    trial.shutdown(socket.SHUT_RDWR)
+
+        try:
+            if self._trials is None:
+                source = llguidance_source(llguidance, text)
+            else:
+                source = self._trials.run(text, began)
+            return compiled(llguidance, self._ll_tokenizer, source, text.kind)
         except InvalidRequest:
             raise
-        except BaseException as error:  # includes a panic of llguidance; the cause is this grammar
-            raise InvalidRequest(f"grammar cannot be compiled ({type(error).__name__}: {error}): change it.") from error
+        except BaseException as error:  # includes a panic of llguidance
+            raise cannot_be_compiled(error) from error
+        finally:
+            with self._lock:
+                compiling.trial = None
 
-    def _compile_checked(self, grammar: Grammar) -> Compiled:
-        llguidance = self.set_up()
-        source = _source(llguidance.LLMatcher, grammar)
-        if grammar.reasoning is not None:
-            source = _after_reasoning(source, grammar, self._tokenizer)
-        for pattern in _patterns(grammar):
-            if (count := num_repeats(pattern)) > MAX_REPEATS:
-                raise InvalidRequest(
-                    f"grammar has the pattern {pattern[:40]!r}, which repeats {count:,} times: "
-                    f"give at most {MAX_REPEATS:,}."
-                )
-        matcher = llguidance.LLMatcher(
-            self._ll_tokenizer,
-            source,
-            log_level=0,
-            limits=llguidance.LLParserLimits(**_LIMITS, verbose_errors=False),
+    def _arguments(self) -> TokenizerArguments:
+        # llguidance gets its own copy of the tokenizer: where a grammar allows only one text, a mask needs its tokens,
+        # and with ours it would wait for the GIL, which the engine's thread holds.
+        return TokenizerArguments(
+            self._tokenizer.to_json(), self._vocab_size, sorted(self._tokenizer.eos_ids), list(_SLICES)
         )
-        # Compilation is lazy and copies share its results: computing masks here makes a too expensive grammar fail now.
-        for _ in range(2):
-            tried = matcher.deep_copy()
-            if not tried.is_error():
-                tried.compute_bitmask()
-            if tried.is_error():
-                raise InvalidRequest(f"grammar is not a usable {_NAMES[grammar.kind]}: {_one_line(tried)}")
-        return matcher
 
     def set_up(self) -> Any:
         """Loads llguidance and its tokenizer. For a large vocabulary this takes a second the first time, in which
@@ -164,15 +190,8 @@ class Grammars:
         llguidance = _llguidance()
         with self._setup_lock:
             if self._ll_tokenizer is None:
-                # llguidance gets its own copy of the tokenizer: where a grammar allows only one text, a mask needs its
-                # tokens, and with ours it would wait for the GIL, which the engine's thread holds.
                 try:
-                    self._ll_tokenizer = llguidance.LLTokenizer(
-                        self._tokenizer.to_json(),
-                        n_vocab=self._vocab_size,
-                        eos_token=sorted(self._tokenizer.eos_ids),
-                        slices=_SLICES,
-                    )
+                    self._ll_tokenizer = self._arguments().create(llguidance)
                 except BaseException as error:  # includes a panic of llguidance; the cause is the tokenizer
                     why = " ".join(str(error).split())
                     raise InvalidRequest(
@@ -256,18 +275,9 @@ class Grammars:
         failures = []
         for request in consume(self._executor, consumed):
             self.detach(request)
-            why = _one_line(consumed[request][0].state)
+            why = one_line_error(consumed[request][0].state)
             failures.append((request, f"{GRAMMAR_LIMIT}: {why}"))
         return failures
-
-
-_NAMES = {
-    "json_schema": "JSON schema",
-    "json_object": "JSON object",
-    "regex": "regular expression",
-    "lark": "Lark grammar",
-    "choice": "list of choices",
-}
 
 
 def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidRequest | None = None) -> None:
@@ -277,92 +287,6 @@ def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidR
             future.set_result(compiled)
         else:
             future.set_exception(error)
-
-
-def _source(matcher: Any, grammar: Grammar) -> str:
-    """The grammar in llguidance's notation."""
-    found: str
-    if grammar.kind == "json_object":
-        found = matcher.grammar_from_json_schema(with_options({"type": "object"}))
-    elif grammar.kind == "json_schema":
-        try:
-            schema = json.loads(grammar.source)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"grammar is not a JSON schema: {error}.") from None
-        if not isinstance(schema, dict | bool):
-            raise InvalidRequest(f"grammar is {grammar.source[:60]!r}: give a JSON schema, an object or a boolean.")
-        found = matcher.grammar_from_json_schema(with_options(schema))
-    elif grammar.kind == "regex":
-        found = matcher.grammar_from_regex(_with_ascii_classes(grammar.source))
-    elif grammar.kind == "lark":
-        found = matcher.grammar_from_lark(grammar.source)
-    else:
-        options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(grammar.source))
-        found = matcher.grammar_from_lark(f"start: {options}")
-    return found
-
-
-def _with_ascii_classes(pattern: str) -> str:
-    return re.sub(r"\\(.)", lambda match: _ASCII_CLASSES.get(match[1], match[0]), pattern, flags=re.DOTALL)
-
-
-def _after_reasoning(source: str, grammar: Grammar, tokenizer: Tokenizer) -> str:
-    """The grammar of reasoning, the prefix, and then a text that `source` allows. Reasoning is any text up to the
-    closing marker."""
-    assert grammar.reasoning is not None, "called for grammars with reasoning"
-    opening, closing = grammar.reasoning
-    literal = tokenizer.lark_literal(closing)
-    if literal.startswith("<["):  # a token of its own, which is no part of a text
-        reasoning = f"reasoning: text {literal} BLANKS?\ntext: /(.|\\n)*/"
-    else:
-        reasoning = f"reasoning: text BLANKS?\ntext[suffix={literal}]: /(.|\\n)*/"
-    body_rule = f"{tokenizer.lark_literal(grammar.prefix)} @body" if grammar.prefix else "@body"
-    start = f"({tokenizer.lark_literal(opening)} reasoning)? {body_rule}" if opening else f"reasoning {body_rule}"
-    whole = "\n".join([f"start: {start}", reasoning, r"BLANKS: /[ \n\r\t]{1,4}/"])
-    body = {"lark_grammar": source} if grammar.kind in ("lark", "choice") else json.loads(source)["grammars"][0]
-    return json.dumps({"grammars": [{"lark_grammar": whole}, {**body, "name": "body"}]})
-
-
-def _patterns(grammar: Grammar) -> Iterator[str]:
-    """The regular expressions in a grammar."""
-    if grammar.kind == "regex":
-        yield grammar.source
-    elif grammar.kind == "lark":
-        yield from re.findall(r"/((?:\\.|[^/\\\n])+)/", grammar.source)
-    elif grammar.kind == "json_schema":
-        todo = [json.loads(grammar.source)]
-        while todo:
-            value = todo.pop()
-            todo += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if isinstance(value, dict):
-                yield from [value["pattern"]] if isinstance(value.get("pattern"), str) else ()
-                yield from value["patternProperties"] if isinstance(value.get("patternProperties"), dict) else ()
-
-
-def num_repeats(pattern: str) -> int:
-    """The most repetitions of any part of a pattern by counts such as {3} or {1,9}, nested ones multiplied."""
-    most = [1]  # for each open group, outermost first
-    last = 1  # of the part that a following count repeats
-    for token in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL):
-        if token == "(":
-            most.append(1)
-            last = 1
-        elif token == ")" and len(most) > 1:
-            last = most.pop()
-            most[-1] = max(most[-1], last)
-        elif len(token) > 2 and token[0] == "{":
-            last *= max(int(number or 1) for number in token[1:-1].split(","))
-            most[-1] = max(most[-1], last)
-        else:
-            last = 1
-    return max(most)
-
-
-def _one_line(matcher: Any) -> str:
-    text = " ".join(matcher.get_error().split())
-    if text.startswith("NoExtensionBias"):  # what llguidance says of a grammar without any text
-        return "a rule or $ref refers only to itself, so that no text matches it."
-    return text if len(text) <= 300 else text[:297] + "..."
 
 
 def _num_cores() -> int:

@@ -446,7 +446,7 @@ def main() -> None:
     gc.disable()
     if process.engine.executor.capabilities.logits:
         try:
-            process.engine.grammars.set_up()  # before requests can come: it holds the GIL
+            process.engine.grammars.try_before_compiling()  # before requests can come: its set-up holds the GIL
         except InvalidRequest as error:
             log.info("requests with a grammar are refused: %s", error)
     ready = EngineReady(served_model(process.engine, setup.name))

@@ -8,7 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,8 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput
 from paceline.request import FinishReason, Grammar, InvalidRequest, Request, SamplingParams
-from paceline.sampling.grammar import Grammars, num_repeats
+from paceline.sampling.grammar import Compiling, Grammars
+from paceline.sampling.grammar_source import num_repeats
 from paceline.scheduler.plan import Updates
 from paceline.text.json_schema import closed
 from paceline.text.synthetic import synthetic_tokenizer
@@ -257,9 +257,10 @@ class Sink:
 
 def test_a_request_that_waits_for_its_grammar_delays_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = llm.engine
-    later: Future[Any] = Future()
-    compiled = engine.grammars.compile(Grammar.choice(["left", "right"])).result()
-    monkeypatch.setattr(engine.grammars, "compile", lambda grammar: later)
+    grammar = Grammar.choice(["left", "right"])
+    compiled, later = engine.grammars.compile(grammar).result(), Compiling(grammar)
+    later.num_waiting = 2
+    monkeypatch.setattr(engine.grammars, "compile", lambda grammar, tenant: later)
     waiting, gone, free = Sink(), Sink(), Sink()
     params = SamplingParams(grammar=Grammar.choice(["left", "right"]), seed=1)
     engine.submit(Job(engine.encode("one"), params), waiting)
@@ -273,22 +274,9 @@ def test_a_request_that_waits_for_its_grammar_delays_no_other(llm: LLM, monkeypa
     assert waiting.ended.wait(30) and waiting.last.finish_reason is FinishReason.STOP
 
 
-def test_a_grammar_that_compiles_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, go_on = Grammars(synthetic_tokenizer(300), 300), threading.Event()
-    monkeypatch.setattr("paceline.sampling.grammar.MAX_COMPILE_S", 0.01)
-    compile_now = grammars._compile
-    monkeypatch.setattr(grammars, "_compile", lambda grammar: go_on.wait(30) and compile_now(grammar))
-    with pytest.raises(InvalidRequest, match=r"takes more than 0\.01 s to compile"):
-        grammars.compile(Grammar.regex("a")).result(30)
-    go_on.set()
-    monkeypatch.setattr("paceline.sampling.grammar.MAX_COMPILE_S", 30)
-    assert grammars.compile(Grammar.regex("a")).result(30), "it can be tried again"
-    grammars.close()
-
-
 def test_a_grammar_that_fails_after_submission_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    later: Future[Any] = Future()
-    monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: later)
+    later = Compiling(Grammar.regex("a"))
+    monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar, tenant: later)
     sink = Sink()
     llm.engine.submit(Job(llm.engine.encode("one"), SamplingParams(grammar=Grammar.regex("a"))), sink)
     later.set_exception(InvalidRequest("grammar is no good."))
@@ -298,7 +286,7 @@ def test_a_grammar_that_fails_after_submission_is_refused(llm: LLM, monkeypatch:
 def test_closing_the_engine_ends_requests_that_wait_for_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Sink()
     with make() as llm:
-        monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar: Future())
+        monkeypatch.setattr(llm.engine.grammars, "compile", lambda grammar, tenant: Compiling(grammar))
         llm.engine.submit(Job(llm.engine.encode("one"), SamplingParams(grammar=Grammar.regex("a"))), sink)
     assert sink.ended.is_set() and sink.last.finish_reason is FinishReason.ABORT
 

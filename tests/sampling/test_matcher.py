@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.request import Grammar, Phase, Request, SamplingParams
-from paceline.sampling import grammar as grammar_module
+from paceline.sampling import grammar_source as grammar_module
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler.plan import Updates
 from paceline.text.synthetic import synthetic_tokenizer
