@@ -13,6 +13,7 @@ _WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
 # Keywords whose value is a schema, a list of schemas, or schemas by name. Conditions (`not`, `if`) are left as they
 # are: a closed object in a condition would change which values it holds for.
 _SCHEMA = ("items", "contains", "then", "else")
+_CONDITIONS = ("additionalProperties", "not", "if")
 _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
@@ -24,8 +25,35 @@ def with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     own = schema.get("x-guidance", {})
     if not isinstance(own, Mapping):
         raise InvalidRequest(f"x-guidance is {own!r}: give an object of llguidance's options.")
+    if not own.get("lenient"):  # else llguidance ignores what it does not know
+        try:
+            schema = _without_unique_items(schema, "")
+        except RecursionError:
+            raise InvalidRequest("grammar is nested too deeply: simplify it.") from None
     is_own = any(name.startswith("whitespace_") for name in own)
     return {**schema, "x-guidance": {**({} if is_own else _WHITESPACE), **own}}
+
+
+def _without_unique_items(schema: Any, path: str) -> Any:
+    """`schema` without `uniqueItems: false`, which llguidance does not know and which is the default."""
+    if not isinstance(schema, Mapping):
+        return schema
+    unique = schema.get("uniqueItems", False)
+    if unique is not False:
+        raise InvalidRequest(
+            f"grammar has {path}uniqueItems, which is {unique!r} and cannot be enforced: omit it, and check the output."
+        )
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
+            found[key] = {name: _without_unique_items(one, f"{path}{key}.{name}.") for name, one in value.items()}
+        elif key in _SCHEMAS and isinstance(value, list):
+            found[key] = [_without_unique_items(one, f"{path}{key}[{index}].") for index, one in enumerate(value)]
+        elif key in (*_SCHEMA, *_CONDITIONS):
+            found[key] = _without_unique_items(value, f"{path}{key}.")
+        elif key != "uniqueItems":
+            found[key] = value
+    return found
 
 
 def closed(schema: Mapping[str, Any], path: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.request import InvalidRequest
-from paceline.text.json_schema import closed
+from paceline.text.json_schema import closed, with_options
 
 OPEN = {"type": "object", "properties": {"x": {"type": "integer"}}}
 CLOSED = {**OPEN, "additionalProperties": False}
@@ -62,3 +62,26 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(InvalidRequest, match=r"^schema is nested too deeply"):
         closed(schema, "schema")
+
+
+def test_unique_items_that_are_not_asked_for_are_dropped() -> None:
+    part = {"type": "array", "items": {"type": "integer"}}
+    kept = {"properties": {"uniqueItems": {"type": "boolean"}}, "const": {"uniqueItems": False}}
+    schema = {"uniqueItems": False, "items": {**part, "uniqueItems": False}, **kept}
+    assert with_options({**schema, "x-guidance": {}}) == {
+        "items": part,
+        **kept,
+        "x-guidance": {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"},
+    }
+
+
+@pytest.mark.parametrize("key", ["items", "not", "additionalProperties", "if"])
+def test_unique_items_are_refused_with_their_path(key: str) -> None:
+    schema = {"properties": {"a": {key: {"anyOf": [{"uniqueItems": True}]}}}}
+    with pytest.raises(InvalidRequest) as caught:
+        with_options(schema)
+    path = f"properties.a.{key}.anyOf[0].uniqueItems"
+    assert (
+        str(caught.value) == f"grammar has {path}, which is True and cannot be enforced: omit it, and check the output."
+    )
+    assert with_options({**schema, "x-guidance": {"lenient": True}})["properties"] == schema["properties"]
