@@ -22,7 +22,7 @@ from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.prompts import check_messages, encode_prediction, encode_rendered
 from paceline.server.reasoning import ReasoningSetup
-from paceline.server.request_types import ChatRequest
+from paceline.server.request_types import ChatRequest, FunctionName, ToolChoice
 from paceline.server.response import (
     LogprobFormatter,
     ResponseBuilder,
@@ -281,16 +281,31 @@ class _ToolSetup:
                     code="invalid_value",
                 )
         allowed = shown = msgspec.to_builtins(tools)
-        if choice is None or choice == "auto":
-            return cls(shown, style)
-        if not isinstance(choice, str):
-            allowed = [tool for tool in shown if tool["function"]["name"] == choice.function.name]
-            if not allowed or choice.type != "function":
+        mode = choice or "auto"
+        if isinstance(mode, ToolChoice):
+            mode, names = _allowed_names(mode)
+            unknown = names - {tool["function"]["name"] for tool in shown}
+            if unknown:
                 raise _invalid_tool_choice(
-                    f"tool_choice is {choice.function.name!r}, which is not one of the tools: name one of them."
+                    f"tool_choice is {short(min(unknown))}, which is not one of the tools: name one of them."
                 )
-        several = request.parallel_tool_calls is not False and choice == "required"
+            allowed = [tool for tool in shown if tool["function"]["name"] in names]
+        if mode == "auto":  # the output is free, so that the model is shown what it may call
+            return cls(allowed, style)
+        several = request.parallel_tool_calls is not False and mode == "required"
         return cls(shown, style, call_grammar(allowed, style, several=several, literal=tokenizer.lark_literal))
+
+
+def _allowed_names(choice: ToolChoice) -> tuple[str, set[str]]:
+    """`auto`, `required` or `function`: one call, and the functions that may be called."""
+    given = choice.function if choice.type == "function" else choice.allowed_tools
+    if given is None or (choice.function is not None) == (choice.allowed_tools is not None):
+        raise _invalid_tool_choice(f"tool_choice has the type {choice.type}: give {choice.type}, and nothing else.")
+    if isinstance(given, FunctionName):
+        return "function", {given.name}
+    if not given.tools:
+        raise _invalid_tool_choice("tool_choice.allowed_tools.tools is empty: name a tool, or set tool_choice to none.")
+    return given.mode, {tool.function.name for tool in given.tools}
 
 
 def _invalid_tool_choice(message: str) -> ApiError:

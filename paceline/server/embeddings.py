@@ -14,6 +14,7 @@ import numpy.typing as npt
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.request import SamplingParams, as_tokens
+from paceline.server.errors import ApiError
 from paceline.server.prompts import check_num_prompts, encode_prompts, split_prompts
 from paceline.server.request_types import EmbeddingRequest, PoolingRequest
 from paceline.server.response import ResponseBuilder, make_response_id, weight_versions
@@ -50,16 +51,37 @@ def vector_of(outputs: Sequence[OutputDelta]) -> npt.NDArray[np.float32]:
     return np.frombuffer(outputs[-1].vector or b"", np.float32)
 
 
+def check_dimensions(dimensions: int | None) -> None:
+    if dimensions is not None and dimensions < 1:
+        raise _invalid_dimensions(dimensions, "at least 1")
+
+
+def shortened(vector: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
+    """The first dimensions of a vector, normalised again."""
+    if dimensions is None:
+        return vector
+    if dimensions > len(vector):
+        raise _invalid_dimensions(dimensions, f"at most {len(vector)}, which this model's embeddings have")
+    first = vector[:dimensions]
+    return first / max(float(np.linalg.norm(first)), 1e-12)
+
+
+def _invalid_dimensions(given: int, remedy: str) -> ApiError:
+    return ApiError(f"dimensions is {given}: give {remedy}.", param="dimensions", code="invalid_value")
+
+
 class EmbeddingResponse(EmbeddingBuilder):
     request: EmbeddingRequest
     prompt_field = "input"
 
     def __init__(self, context: RequestContext, request: EmbeddingRequest) -> None:
+        check_dimensions(request.dimensions)
         super().__init__(request, encode_input(request.input, context))
         request.input = None  # the jobs have it
 
     def final_body(self, outputs: Sequence[Sequence[OutputDelta]], usage: UsageInfo) -> bytes:
-        data = [Embedding(index, self._encode(vector_of(deltas))) for index, deltas in enumerate(outputs)]
+        vectors = [shortened(vector_of(deltas), self.request.dimensions) for deltas in outputs]
+        data = [Embedding(index, self._encode(vector)) for index, vector in enumerate(vectors)]
         return msgspec.json.encode(
             EmbeddingList(
                 data,

@@ -16,6 +16,7 @@ from typing import Any
 from paceline.server.errors import ApiError, clip
 
 _MAX_SHOWN_NAME = 80
+_MAX_EXACT = 2.0**53  # above it a float is no exact integer
 # OpenAI's account keeping: who sent the request, what to store, how to bill.
 IGNORED_FIELDS = frozenset(
     {"user", "store", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -65,7 +66,9 @@ def select_supported(
     found = {}
     for name, value in body.items():
         if name in known:
-            found[name] = value
+            # Some clients write every number as a float.
+            is_integral = isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT
+            found[name] = int(value) if is_integral else value
         elif name in rules.unsupported:
             if value is not None and not _is_one_of(value, rules.unsupported[name]):
                 raise ApiError(

@@ -237,7 +237,7 @@ def build_response(
             "stream_options is given and stream is not true: omit it, or set stream.", param="stream_options"
         )
     assert isinstance(request, ScheduledRequest), "what generating routes accept"
-    context.check_model(request.model)
+    request.model = context.model_of(request.model)
     return builder(context, request)
 
 

@@ -66,7 +66,7 @@ _SAMPLING_FIELDS = (
 class ScheduledRequest(msgspec.Struct, kw_only=True):
     """Fields of every request that the engine serves."""
 
-    model: str
+    model: str = ""  # "": the served model, where there is no other
     priority: int | None = None
     deadline_ms: float | None = None
     queue_timeout_ms: float | None = None
@@ -189,9 +189,22 @@ class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: str
+class AllowedTool(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
+    """One function that must be called, or the functions that may be."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class PredictionPart(msgspec.Struct, forbid_unknown_fields=True):
@@ -254,6 +267,7 @@ class PoolingRequest(ScheduledRequest, kw_only=True):
 class EmbeddingRequest(PoolingRequest, kw_only=True):
     input: Any  # like the prompt of a completion
     encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None  # default: all that the model has
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

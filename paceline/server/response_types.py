@@ -154,6 +154,21 @@ class ModelCard(msgspec.Struct):
     parent: str | None = None  # of a LoRA adapter: the model that it adapts
 
 
+class AnthropicModel(msgspec.Struct):
+    id: str
+    display_name: str
+    created_at: str
+    max_input_tokens: int
+    type: str = "model"
+
+
+class AnthropicModelList(msgspec.Struct):
+    data: list[AnthropicModel]
+    first_id: str
+    last_id: str
+    has_more: bool = False
+
+
 class AdapterLoaded(msgspec.Struct):
     lora_name: str
     rank: int

@@ -166,7 +166,7 @@ async def _on_error(request: HttpRequest, error: Exception) -> Response:
     if isinstance(error, ClientDisconnected):
         raise error  # the app counts it
     known = api_error(error)
-    body = dialect_of(request.url.path).render(known)
+    body = dialect_of(request.url.path, request.headers).render(known)
     return Response(body, known.status, known.headers, media_type="application/json")
 
 

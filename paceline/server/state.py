@@ -16,7 +16,7 @@ from paceline.server.auth import ApiKeys
 from paceline.server.batches.store import BatchStore
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.engine_client import EngineClient, ServedModel
-from paceline.server.errors import ApiError, unknown_model
+from paceline.server.errors import ApiError, missing_parameter, unknown_model
 from paceline.server.metrics import ServerCounters
 from paceline.server.queries import GetAdapters
 from paceline.server.rate_limiter import RateLimiter
@@ -36,6 +36,13 @@ class RequestContext:
     model_name: str
     model: ServedModel
     adapters: tuple[str, ...] = ()  # names of loaded LoRA adapters
+
+    def model_of(self, name: str) -> str:
+        """The model that a request names; without a name the served one, if there is no other."""
+        if not name and self.adapters:
+            raise missing_parameter("model", f"this server has {', '.join([self.model_name, *self.adapters])}")
+        self.check_model(name or None)
+        return name or self.model_name
 
     def check_model(self, name: str | None) -> None:
         """Raises unless `name` is the served model or an adapter, or is not given."""

@@ -25,13 +25,14 @@ def with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     own = schema.get("x-guidance", {})
     if not isinstance(own, Mapping):
         raise InvalidRequest(f"x-guidance is {own!r}: give an object of llguidance's options.")
+    plain: Mapping[str, Any] = schema
     if not own.get("lenient"):  # else llguidance ignores what it does not know
         try:
-            schema = _without_unique_items(schema, "")
+            plain = _without_unique_items(schema, "")
         except RecursionError:
             raise InvalidRequest("grammar is nested too deeply: simplify it.") from None
     is_own = any(name.startswith("whitespace_") for name in own)
-    return {**schema, "x-guidance": {**({} if is_own else _WHITESPACE), **own}}
+    return {**plain, "x-guidance": {**({} if is_own else _WHITESPACE), **own}}
 
 
 def _without_unique_items(schema: Any, path: str) -> Any:

@@ -263,3 +263,16 @@ def test_errors_of_the_engine_have_anthropics_form(scripted: ScriptedCaller) -> 
     with pytest.raises(anthropic.InternalServerError) as stopping:
         create(scripted)
     assert stopping.value.status_code == 503 and stopping.value.body["error"]["type"] == "overloaded_error"
+
+
+def test_models_are_listed_in_anthropics_form(caller: Caller) -> None:
+    async def listed(client: Any) -> list[Any]:
+        return [model async for model in client.models.list()]
+
+    (model,) = run(caller, listed)
+    assert (model.id, model.type, model.display_name) == ("tiny", "model", "tiny") and model.created_at.year > 2000
+    assert run(caller, lambda client: client.models.retrieve("tiny")) == model
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        run(caller, lambda client: client.models.retrieve("other"))
+    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert caller.request("GET", "/v1/models").json()["object"] == "list", "without anthropic-version it is OpenAI's"

@@ -80,7 +80,7 @@ def test_generation_is_unchanged_beside_embeddings(caller: Caller) -> None:
     [({"input": ""}, "input"), ({"input": []}, "input"), ({"input": [""]}, "input"), ({"input": [9999]}, "input"),
      ({"input": None}, "input"), ({"input": [5] * 3000}, "input"), ({"input": ["a"] * 129}, "input"),
      ({"encoding_format": "binary"}, "encoding_format"), ({"pooling": "max"}, "pooling"), ({"stream": True}, "stream"),
-     ({"dimensions": 7}, "dimensions")],
+     ({"dimensions": 0}, "dimensions"), ({"dimensions": 65}, "dimensions"), ({"dimensions": "7"}, "dimensions")],
 )  # fmt: skip
 def test_an_invalid_embedding_request_names_the_param(caller: Caller, changes: Any, param: str) -> None:
     response = caller.post(PATH, {**PAYLOAD, **changes})
@@ -97,3 +97,11 @@ def test_an_executor_without_pooling_refuses_embeddings(monkeypatch: pytest.Monk
         assert response.status_code == 400 and "does not compute hidden states" in response.json()["error"]["message"]
     finally:
         engine.close()
+
+
+def test_dimensions_are_the_first_of_the_vector_with_length_one(caller: Caller) -> None:
+    whole, first = vectors(caller)[0], vectors(caller, dimensions=7)[0]
+    assert len(whole) == 64 and np.allclose(first, whole[:7] / np.linalg.norm(whole[:7]), atol=1e-5)
+    assert np.allclose(vectors(caller, dimensions=64)[0], whole, atol=1e-5)
+    ollama = caller.ok("/api/embed", {"input": PAYLOAD["input"], "dimensions": 7})["embeddings"][0]
+    assert np.allclose(ollama, first, atol=1e-5)

@@ -70,6 +70,9 @@ def test_model_names_an_adapter_in_every_api(caller: Caller, folder: Path) -> No
     assert caller.ok(
         "/api/generate", {"model": "sql:latest", "prompt": "x", "stream": False, "options": {"num_predict": 2}}
     )["done"]
+    unnamed = caller.post(COMPLETIONS, {"prompt": "x"})
+    assert unnamed.status_code == 400
+    assert unnamed.json()["error"]["message"] == "`model` is required: this server has tiny, sql."
     models = caller.request("GET", "/v1/models").json()["data"]
     assert [(one["id"], one["parent"]) for one in models] == [("tiny", None), ("sql", "tiny")]
     assert caller.request("GET", "/v1/models/sql").json()["parent"] == "tiny"

@@ -147,7 +147,7 @@ def test_embeddings_are_those_of_openais_route(caller: Caller) -> None:
         ({"input": []}, "input"),
         ({"options": {"num_ctx": 10**6}}, "num_ctx is 1000000"),
         ({"input": "a " * 5000, "truncate": True}, "this model's maximum context length is 2048 tokens"),
-        ({"dimensions": 8}, "dimensions"),
+        ({"dimensions": 65}, "dimensions"),
     ):
         response = caller.post("/api/embed", {"model": "tiny", "input": "a", **fields})
         assert response.status_code == 400 and message in response.json()["error"], response.text
@@ -224,3 +224,18 @@ def test_errors_have_ollamas_form(engine: Engine, scripted: ScriptedCaller) -> N
     scripted.client.text, scripted.client.error = "partial", EngineFailed("the engine died: retry.")
     with pytest.raises(ResponseError, match="the engine died"):
         stream(scripted)
+
+
+def test_ps_lists_the_loaded_model(caller: Caller) -> None:
+    (running,) = run(caller, lambda client: client.ps()).models
+    (listed,) = run(caller, lambda client: client.list()).models
+    assert (running.name, running.digest, running.size) == ("tiny", listed.digest, listed.size)
+    assert running.size_vram == 0 and running.context_length == 2048
+    assert running.expires_at is not None and running.expires_at.year > 2300
+
+
+def test_the_older_embeddings_are_those_of_embed(caller: Caller) -> None:
+    found = run(caller, lambda client: client.embeddings(model="tiny", prompt="once upon a time"))
+    embedded = run(caller, lambda client: client.embed(model="tiny:latest", input="once upon a time"))
+    assert list(found.embedding) == pytest.approx(embedded.embeddings[0], abs=1e-6)
+    assert caller.post("/api/embeddings", {"prompt": ""}).status_code == 400

@@ -272,3 +272,30 @@ def test_a_stream_that_fails_ends_with_response_failed(scripted: ScriptedCaller)
     assert last.response.error and last.response.error.message == "the engine died: retry."
     with pytest.raises(openai.NotFoundError):
         run(scripted, lambda client: client.responses.retrieve(last.response.id))
+
+
+def test_the_input_items_of_a_stored_response_are_listed(scripted: ScriptedCaller) -> None:
+    first = create(scripted, input="Hello there", instructions="Be brief.")
+    items: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": "And in Rome?"}]},
+        {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+    ]
+    second = create(scripted, input=items, previous_response_id=first.id)
+
+    async def listed(client: AsyncOpenAI, of: str, **query: Any) -> list[Any]:
+        return [item async for item in client.responses.input_items.list(of, **query)]
+
+    (hello,) = run(scripted, lambda client: listed(client, first.id))
+    assert (hello.type, hello.role, hello.content[0].text) == ("message", "user", "Hello there")
+    for limit in (1, 2, 3, 100):
+        found = run(scripted, lambda client, limit=limit: listed(client, second.id, order="asc", limit=limit))
+        assert [item.type for item in found] == ["message", "function_call", "function_call_output"]
+        assert found[0].content[0].text == "And in Rome?"
+        assert json.loads(found[1].arguments) == {"city": "Rome"} and found[2].output == "rain"
+        newest = run(scripted, lambda client, limit=limit: listed(client, second.id, limit=limit))
+        assert newest == found[::-1]
+    path = f"{PATH}/{second.id}/input_items"
+    for query, status in (("limit=0", 400), ("limit=101", 400), ("after=no", 400), ("order=up", 400), ("limit=2", 200)):
+        assert scripted.request("GET", f"{path}?{query}").status_code == status
+    assert scripted.request("GET", f"{PATH}/resp_none/input_items").status_code == 404

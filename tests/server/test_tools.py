@@ -180,3 +180,51 @@ def test_a_function_that_the_model_cannot_call_is_refused(family: str) -> None:
     assert refused("") and not refused("get-weather_2.now")
     has_json = family in ("qwen", "llama", "mistral", "granite")
     assert [refused(name) for name in ("ns/tool", "a b", 'say "hi"', "<f>")] == [not has_json] * 4
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+CLOCK = {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_allowed_tools_are_the_only_ones_that_the_model_may_call() -> None:
+    caller, client = scripted(TURNS + FAMILIES["qwen"][0] + "{% endif %}", "Fine.")
+    both = {**BODY, "tools": [*BODY["tools"], CLOCK]}
+    caller.ok(CHAT, both, tool_choice=allowed("auto", "get_time"))
+    assert "get_time" in client.prompt and "get_weather" not in client.prompt
+    assert client.jobs[-1].params.grammar is None
+    caller.ok(CHAT, both, tool_choice=allowed("required", "get_time"))
+    assert "get_time" in client.prompt and "get_weather" in client.prompt, "so that the prompt stays cached"
+    source = client.jobs[-1].params.grammar.source
+    assert "get_time" in source and "get_weather" not in source
+    responses = {
+        "input": "Hi",
+        "store": False,
+        "tools": [{"type": "function", **one["function"]} for one in both["tools"]],
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "get_time"}],
+        },
+    }
+    caller.ok("/v1/responses", responses)
+    assert client.jobs[-1].params.grammar.source == source
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (allowed("auto", "other"), "tool_choice is 'other', which is not one of the tools: name one of them."),
+        (allowed("auto"), "tool_choice.allowed_tools.tools is empty: name a tool, or set tool_choice to none."),
+        ({"type": "allowed_tools"}, "tool_choice has the type allowed_tools: give allowed_tools, and nothing else."),
+        ({"type": "function", "function": {"name": "other"}}, "tool_choice is 'other', which is not one of the tools"),
+        ({"type": "function"}, "tool_choice has the type function: give function, and nothing else."),
+    ],
+)
+def test_a_tool_choice_that_makes_no_sense_is_refused(choice: Any, message: str) -> None:
+    caller, _ = scripted(TURNS + FAMILIES["qwen"][0] + "{% endif %}", "Fine.")
+    response = caller.post(CHAT, {**BODY, "tool_choice": choice})
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith(message)

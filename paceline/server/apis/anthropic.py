@@ -371,7 +371,7 @@ class MessagesResponse(ChatBuilder):
 
 
 def count_tokens(context: RequestContext, request: CountTokensRequest) -> TokenCount:
-    context.check_model(request.model)
+    request.model = context.model_of(request.model)
     return TokenCount(MessagesResponse(context, request).num_prompt_tokens)
 
 

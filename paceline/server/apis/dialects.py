@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -43,8 +44,16 @@ class Dialect:
         )
 
 
-def dialect_of(path: str) -> Dialect:
+def dialect_of(path: str, headers: Mapping[str, str] = MappingProxyType({})) -> Dialect:
+    """By the path; routes that two APIs share, by the headers too."""
+    if path.startswith("/v1/models") and is_anthropic(headers):
+        return ANTHROPIC
     return next(dialect for dialect in DIALECTS if path.startswith(dialect.prefix))
+
+
+def is_anthropic(headers: Mapping[str, str]) -> bool:
+    """Whether a client of Anthropic's API sends these headers."""
+    return "anthropic-version" in headers
 
 
 # ---------------------------------------------------------------------- framing

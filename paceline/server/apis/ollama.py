@@ -16,7 +16,7 @@ from paceline.engine.output import OutputDelta, Timings
 from paceline.request import InvalidRequest
 from paceline.server.apis.dialects import Json
 from paceline.server.chat import ChatBuilder, OutputPart, arguments_of
-from paceline.server.errors import ApiError, missing_parameter
+from paceline.server.errors import ApiError
 from paceline.server.fields import FieldRules, select_supported, short
 from paceline.server.parsing import convert
 from paceline.server.request_types import (
@@ -36,6 +36,7 @@ from paceline.text.output_parser import Reasoning, reasoning_markers_of
 from paceline.text.tools import style_of
 
 _NS = 1_000_000_000
+_NEVER = "2318-01-01T00:00:00Z"  # about what Ollama shows for a model that stays loaded
 _DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "8-bit": 1, "4- and 8-bit": 0.75, "4-bit": 0.625}
 
 # ---------------------------------------------------------------------- requests
@@ -374,6 +375,16 @@ class OllamaModelList(msgspec.Struct):
     models: list[OllamaModel]
 
 
+class OllamaRunningModel(OllamaModel):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaRunningList(msgspec.Struct):
+    models: list[OllamaRunningModel]
+
+
 class OllamaModelInfo(msgspec.Struct):
     modified_at: str
     template: str
@@ -389,29 +400,43 @@ class OllamaVersion(msgspec.Struct):
 
 
 async def list_tags(call: Call) -> Response:
-    state, model = call.state, call.state.client.model
-    size = int(model.num_parameters * _DTYPE_BYTES.get(model.dtype, 2))
-    # Clients use the digest as an identifier.
-    await state.refresh_adapters()
+    return json_response(OllamaModelList(await _models(call.state)))
+
+
+async def list_running(call: Call) -> Response:
+    """All models of the list: they stay loaded."""
+    model = call.state.client.model
     return json_response(
-        OllamaModelList(
+        OllamaRunningList(
             [
-                OllamaModel(name, name, _time(state.created), size, hashlib.sha256(name.encode()).hexdigest(), details)
-                for details in (_details(state),)
-                for name in (state.model_name, *state.adapters)
+                OllamaRunningModel(
+                    **msgspec.structs.asdict(one),
+                    expires_at=_NEVER,
+                    size_vram=0 if model.device.startswith("cpu") else one.size,
+                    context_length=model.max_tokens,
+                )
+                for one in await _models(call.state)
             ]
         )
     )
 
 
+async def _models(state: ServerState) -> list[OllamaModel]:
+    model, details = state.client.model, _details(state)
+    size = int(model.num_parameters * _DTYPE_BYTES.get(model.dtype, 2))
+    await state.refresh_adapters()
+    # Clients use the digest as an identifier.
+    return [
+        OllamaModel(name, name, _time(state.created), size, hashlib.sha256(name.encode()).hexdigest(), details)
+        for name in (state.model_name, *state.adapters)
+    ]
+
+
 async def show_model(call: Call) -> Response:
     state, body = call.state, call.body
     assert isinstance(body, ShowRequest), "the route's request type"
-    name = body.model or body.name
-    if not name:
-        raise missing_parameter("model")
     await state.refresh_adapters()
-    state.context.check_model(untagged(name))
+    state.context.model_of(untagged(body.model or body.name or ""))
     model, template = state.client.model, "" if state.tokenizer.chat is None else state.tokenizer.chat.source
     info = {
         "general.architecture": model.family,

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
 
 from paceline.engine.output import OutputDelta
 from paceline.server.apis.dialects import Json, named_event
-from paceline.server.apis.responses_request import ReasoningConfig, ResponsesRequest, add_call, to_chat
+from paceline.server.apis.responses_request import (
+    ReasoningConfig,
+    ResponsesRequest,
+    add_call,
+    input_items,
+    to_chat,
+)
 from paceline.server.chat import ChatBuilder, arguments_of
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
@@ -100,9 +106,25 @@ class ResponseDeleted(msgspec.Struct):
     deleted: bool = True
 
 
+class InputItemsQuery(msgspec.Struct, kw_only=True):
+    after: str | None = None
+    limit: int = 20
+    order: Literal["asc", "desc"] = "desc"
+    include: list[str] | None = None  # there is nothing more
+
+
+class InputItemList(msgspec.Struct):
+    data: list[Json]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
 class StoredResponse(msgspec.Struct):
     response: msgspec.Raw
     messages: list[Json]  # the conversation up to and with this response, without instructions
+    input: tuple[int, int]  # of them, those that this request had: the first, and the one after the last
 
 
 class ResponsesResponse(ChatBuilder):
@@ -138,6 +160,7 @@ class ResponsesResponse(ChatBuilder):
         instructions = self._given.instructions
         system = [{"role": "system", "content": instructions}] if instructions else []
         self._conversation = [*history, *self._chat.messages]
+        self._input = len(history), len(self._conversation)
         self._chat.messages = [*system, *self._conversation]
         super().__init__(context, self._chat)
 
@@ -150,7 +173,7 @@ class ResponsesResponse(ChatBuilder):
 
     async def finish(self, state: ServerState) -> None:
         if self._is_stored:
-            config, stored = state.config, StoredResponse(msgspec.Raw(self._final), self._conversation)
+            config, stored = state.config, StoredResponse(msgspec.Raw(self._final), self._conversation, self._input)
             await state.client.query(
                 StoreResponse(
                     self._tenant,
@@ -328,6 +351,7 @@ def _text_item(text: Content | Reasoning) -> OutputMessage | OutputReasoning:
 
 # ---------------------------------------------------------------------- stored responses
 
+_MAX_ITEMS = 100  # of a page
 _stored_decoder = msgspec.json.Decoder(StoredResponse)
 
 
@@ -350,6 +374,29 @@ def _not_found(response_id: str, param: str | None) -> ApiError:
 async def get_response(call: Call) -> Response:
     found = await _stored(call.state, call.path_params["id"], call.tenant, None)
     return Response(bytes(found.response), media_type="application/json")
+
+
+async def list_input_items(call: Call) -> Response:
+    query, response_id = call.query, call.path_params["id"]
+    assert isinstance(query, InputItemsQuery), "the route's query type"
+    if not 1 <= query.limit <= _MAX_ITEMS:
+        raise ApiError(f"limit is {query.limit}: give 1 to {_MAX_ITEMS}.", param="limit", code="invalid_value")
+    stored = await _stored(call.state, response_id, call.tenant, None)
+    items = list(input_items(stored.messages[slice(*stored.input)], response_id.removeprefix("resp_")))
+    if query.order == "desc":
+        items.reverse()
+    if query.after is not None:
+        ids = [item["id"] for item in items]
+        if query.after not in ids:
+            raise ApiError(
+                f"after is {short(query.after)}, which is no item of this input: give the last id of a page.",
+                param="after",
+                code="invalid_value",
+            )
+        items = items[ids.index(query.after) + 1 :]
+    page = items[: query.limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    return json_response(InputItemList(page, first, last, len(items) > len(page)))
 
 
 async def delete_response(call: Call) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,8 @@ from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.parsing import convert_tagged
 from paceline.server.request_types import (
+    AllowedTool,
+    AllowedTools,
     ChatRequest,
     Function,
     FunctionName,
@@ -107,6 +110,12 @@ class _ForcedFunction(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
+class _AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[Json]
+
+
+_TOOL_CHOICES: dict[str, type[msgspec.Struct]] = {"function": _ForcedFunction, "allowed_tools": _AllowedTools}
 _ITEMS: dict[str, type[_Item]] = {
     "message": _MessageItem,
     "function_call": _CallItem,
@@ -147,8 +156,16 @@ def to_chat(request: ResponsesRequest) -> ChatRequest:
 def _tool_choice(choice: str | Json | None) -> str | ToolChoice | None:
     if not isinstance(choice, dict):
         return choice
-    forced = convert_tagged(choice, {"function": _ForcedFunction}, "tool_choice")
-    return ToolChoice("function", FunctionName(forced.name))
+    found = convert_tagged(choice, _TOOL_CHOICES, "tool_choice")
+    if isinstance(found, _AllowedTools):
+        tools = [
+            convert_tagged(tool, {"function": _ForcedFunction}, f"tool_choice.tools[{index}]")
+            for index, tool in enumerate(found.tools)
+        ]
+        allowed = [AllowedTool("function", FunctionName(tool.name)) for tool in tools]
+        return ToolChoice("allowed_tools", allowed_tools=AllowedTools(found.mode, allowed))
+    assert isinstance(found, _ForcedFunction), "one of the two"
+    return ToolChoice("function", FunctionName(found.name))
 
 
 def _messages(value: str | list[Json]) -> list[Json]:
@@ -178,6 +195,34 @@ def _messages(value: str | list[Json]) -> list[Json]:
             code="invalid_value",
         )
     return found
+
+
+def input_items(messages: Iterable[Json], name: str) -> Iterator[Json]:
+    """The messages of an input as items again. Their ids are made from `name`."""
+    for number, message in enumerate(messages):
+        role, text = message["role"], message.get("content") or ""
+        if thoughts := message.get("reasoning_content"):
+            part = {"type": "reasoning_text", "text": thoughts}
+            yield {"type": "reasoning", "id": f"rs_{name}_{number}", "summary": [], "content": [part]}
+        if role == "tool":
+            call_id = message["tool_call_id"]
+            yield {"type": "function_call_output", "id": f"fco_{name}_{number}", "call_id": call_id, "output": text}
+        elif text or not message.get("tool_calls"):
+            part = {"type": "output_text", "text": text, "annotations": []}
+            if role != "assistant":
+                part = {"type": "input_text", "text": text}
+            item = {"type": "message", "id": f"msg_{name}_{number}", "status": "completed"}
+            yield {**item, "role": role, "content": [part]}
+        for index, call in enumerate(message.get("tool_calls", ())):
+            function = call["function"]
+            yield {
+                "type": "function_call",
+                "id": f"fc_{name}_{number}_{index}",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": json.dumps(function["arguments"], ensure_ascii=False),
+                "status": "completed",
+            }
 
 
 def add_call(messages: list[Json], call_id: str, name: str, arguments: Json) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import msgspec
 from starlette.responses import Response
 
 from paceline.request import InvalidRequest
+from paceline.server.apis.dialects import is_anthropic
 from paceline.server.errors import ApiError
 from paceline.server.limits import MAX_DETOKENIZE_TOKENS, MAX_TOKENIZE_CHARACTERS
 from paceline.server.prompts import check_messages
 from paceline.server.request_types import DetokenizeRequest, TokenizeRequest
-from paceline.server.response_types import DetokenizeResponse, ModelCard, ModelList, TokenizeResponse
+from paceline.server.response_types import (
+    AnthropicModel,
+    AnthropicModelList,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+)
 from paceline.server.routing import Call, json_response
 from paceline.server.state import RequestContext, ServerState
 
@@ -24,13 +34,23 @@ async def _model_cards(state: ServerState) -> list[ModelCard]:
 
 
 async def list_models(call: Call) -> Response:
-    return json_response(ModelList(await _model_cards(call.state)))
+    cards = await _model_cards(call.state)
+    if not is_anthropic(call.http.headers):
+        return json_response(ModelList(cards))
+    models = [_anthropic_model(card) for card in cards]
+    return json_response(AnthropicModelList(models, models[0].id, models[-1].id))
 
 
 async def get_model(call: Call) -> Response:
     cards, name = await _model_cards(call.state), call.path_params["name"]
     call.state.context.check_model(name)
-    return json_response(next(card for card in cards if card.id == name))
+    card = next(card for card in cards if card.id == name)
+    return json_response(_anthropic_model(card) if is_anthropic(call.http.headers) else card)
+
+
+def _anthropic_model(card: ModelCard) -> AnthropicModel:
+    created = datetime.fromtimestamp(card.created, UTC).isoformat().replace("+00:00", "Z")
+    return AnthropicModel(card.id, card.id, created, card.max_model_len)
 
 
 def prepare_tokenize(context: RequestContext, body: TokenizeRequest) -> bytes:

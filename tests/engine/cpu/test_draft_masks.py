@@ -17,7 +17,7 @@ from paceline.llm import LLM, RequestOutput
 from paceline.model.registry import shape
 from paceline.model.weights import random_decoder
 from paceline.request import FinishReason, Grammar, SamplingParams, as_tokens
-from paceline.sampling import grammar as grammar_module
+from paceline.sampling import grammar_source as grammar_module
 from paceline.scheduler.plan import DRAFT_DEPTHS
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cpu.test_drafts import facts
