@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.peer_flags import peer_hint
 from paceline.request import PacelineError, suggest
 
 
@@ -59,13 +60,9 @@ def public_options(config: type) -> list[dataclasses.Field[Any]]:
 
 
 def suggest_option(name: str, known: Iterable[str], show: Callable[[str], str] = str) -> str:
-    """As `suggest`; the name of an option in vLLM or SGLang is translated by our help texts."""
+    """As `suggest`; an option of vLLM, SGLang or llama.cpp is translated."""
     known = set(known)
-    for item in (item for kind in (SchedulerConfig, EngineConfig, ServerConfig) for item in public_options(kind)):
-        elsewhere = re.findall(r"(?:vLLM|SGLang)(?:'s|:) ([a-z_]+)", item.metadata["help"])
-        if name in elsewhere and item.name in known:
-            return f"here it is called {show(item.name)}; see its help."
-    return suggest(name, known, show)
+    return peer_hint(name, known, show) or suggest(name, known, show)
 
 
 def full_help(item: dataclasses.Field[Any]) -> str:

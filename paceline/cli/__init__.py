@@ -46,6 +46,20 @@ class _Commands(Mapping[str, Any]):
         return len(SUMMARIES)
 
 
+def _unknown_option(error: Exception, given: list[str]) -> str:
+    """The message for an option that vLLM, SGLang or llama.cpp have, and this command does not; else empty."""
+    name, ctx = getattr(error, "option_name", ""), getattr(error, "ctx", None)  # of click's NoSuchOption
+    if not name or ctx is None:
+        return ""
+    from paceline.peer_flags import peer_hint
+
+    # Of -ngl it is -n that click does not know.
+    whole = next((one for one in given if one.startswith(name) and not name.startswith("--")), name)
+    known = [parameter.name for parameter in ctx.command.params]
+    hint = peer_hint(whole, known, lambda one: f"--{one.replace('_', '-')}")
+    return hint and f"{whole.partition('=')[0]} is no option: {hint}"
+
+
 class _CommandGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -60,14 +74,16 @@ class _CommandGroup(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Prints a user error as one line and exits with 2; other exceptions are bugs and keep their traceback."""
+        given = list(ctx.args)
         try:
             return super().invoke(ctx)
         except Exception as error:
             from paceline.request import PacelineError
 
-            if not isinstance(error, PacelineError):
+            message = str(error) if isinstance(error, PacelineError) else _unknown_option(error, given)
+            if not message:
                 raise
-            typer.echo(f"paceline: {error}", err=True)
+            typer.echo(f"paceline: {message}", err=True)
             raise typer.Exit(2) from None
 
 

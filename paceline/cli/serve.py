@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from paceline.cli.options import Model, Shape, from_environment, takes
+from paceline.cli.options import ENVIRONMENT, Model, Shape, from_environment, takes
 from paceline.config import (
     ConfigError,
     EngineConfig,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 @takes(ServerConfig, EngineConfig, SchedulerConfig)
 def serve(
     options: dict[str, Any],
+    name_or_path: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The model, as for --model.", show_default=False)
+    ] = None,
     model: Model = None,
     load: Annotated[
         Literal["weights", "random"] | None,
@@ -58,6 +62,9 @@ def serve(
     from paceline.server.supervisor import ServerSetup
 
     began = time.perf_counter()
+    if name_or_path is not None and model not in (None, name_or_path, os.environ.get(f"{ENVIRONMENT}MODEL")):
+        raise ConfigError(f"model is {model!r}, and {name_or_path!r} is given, too: give one of them.")
+    model = name_or_path or model
     tenants: tuple[TenantConfig, ...] = ()
     if config_file is not None:
         file = read_file(config_file)

@@ -228,6 +228,36 @@ def test_an_unknown_option_is_named(run: Run, arguments: tuple[str, ...], messag
     assert message in flat and "Traceback" not in flat
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--tensor-parallel-size", "2"), "--tensor-parallel-size is no option: here it is called --tp;"),
+        (
+            ("serve", "Qwen/Qwen3-0.6B", "--max-model-len=99"),
+            "--max-model-len is no option: here it is called --context",
+        ),
+        (("serve", "-ngl", "99"), "-ngl is no option: here it is called --device"),
+        (("serve", "--enforce-eager"), "--enforce-eager is no option: there is none here: CUDA graphs"),
+        (
+            ("bench", "offline", "--kv-cache-dtype", "fp8"),
+            "--kv-cache-dtype is no option: here it is called --kv-dtype",
+        ),
+    ],
+)
+def test_an_option_of_another_engine_is_translated(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith(f"paceline: {message}"), result.stderr
+
+
+def test_serve_takes_the_model_as_an_argument(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = run("serve", "/no/such/model")
+    assert missing.exit_code == 2 and "model is '/no/such/model', which does not exist" in missing.stderr
+    both = run("serve", "/no/such/model", "--model", "/another")
+    assert both.exit_code == 2 and "model is '/another', and '/no/such/model' is given, too" in both.stderr
+    monkeypatch.setenv("PACELINE_MODEL", "/of/the/environment")
+    assert "'/no/such/model', which does not exist" in run("serve", "/no/such/model").stderr
+
+
 def test_serve_help_lists_every_option_and_every_choice() -> None:
     text = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).stdout
     for config in (ServerConfig, EngineConfig, SchedulerConfig):
