@@ -578,6 +578,16 @@ class Engine:
             if compiled is not None:
                 self.grammars.attach(request, compiled)
 
+    def forget_history(self, scheduler: Scheduler) -> bool:
+        """As the scheduler's, with the stored outputs and the time worked. On the engine's thread. Returns False, and
+        does nothing, while a pass is in flight."""
+        if scheduler.has_work:
+            return False
+        scheduler.forget_history()
+        self._recent_outputs.clear()
+        self.work_s = 0.0
+        return True
+
     def flush_cache(self, scheduler: Scheduler) -> int:
         """Drops every cached prefix that no running request uses, and all stored outputs. On the engine's thread.
         Returns the pages freed."""

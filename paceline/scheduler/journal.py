@@ -94,6 +94,10 @@ class Journal:
         self.listeners: list[Callable[[Event], None]] = []
         self.counters = Counters()
 
+    def clear(self) -> None:
+        self.events.clear()
+        self.counters = Counters()
+
     def write(self, now: Now, kind: EventKind, request_id: str, *detail: object) -> None:
         event = Event(now.time, now.step, kind, request_id, detail)
         self.events.append(event)

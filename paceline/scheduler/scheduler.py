@@ -818,6 +818,13 @@ class Scheduler:
             self.journal.write(Now(self.step, now), EventKind.REPAIR, "", *faults)
         return faults
 
+    def forget_history(self) -> None:
+        """Counts, learns and serves from now on as if nothing had run. Nothing may run or wait."""
+        assert not self.has_work, "history is forgotten while nothing runs or waits"
+        self.journal.clear()
+        self._lengths = OutputLengths()
+        self._reset_state()
+
     def listen(self, listener: KvListener) -> None:
         """Reports all cached pages to `listener`, and from now on every change. May be called again: the listener then
         hears of all cached pages once more."""

@@ -62,6 +62,21 @@ def test_counters_add_up() -> None:
     assert counters.decoded_tokens == 4, "the first token of each comes with its prefill"
 
 
+def test_a_scheduler_that_forgets_its_history_decides_as_a_new_one() -> None:
+    new, used = harness(page_size=1), harness(page_size=1)
+    used.add(request(prompt(range(9)), 3, id="before"))
+    used.run()
+    used.scheduler.forget_history()
+    assert used.scheduler.counters == new.scheduler.counters and not used.scheduler.journal.events
+    for subject in (new, used):
+        subject.add(request(prompt(range(9)), 3, id="after"))
+        subject.run()
+    kinds = [
+        [(event.kind, event.request_id, event.detail) for event in one.scheduler.journal.events] for one in (new, used)
+    ]
+    assert kinds[0] == kinds[1] and used.scheduler.counters.hit_tokens == 0
+
+
 def test_explain_says_why_a_request_waits_and_what_must_happen_first() -> None:
     subject = harness(num_pages=8, page_size=4, max_running=2)
     subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
