@@ -996,7 +996,9 @@ class ServerConfig(ReplicaConfig):
 
     # Logs
     log_level: str = option("info", "minimum level of log messages", choices=LOG_LEVELS)
-    log_format: str = option("text", "format of log messages; json: one object per line", choices=LOG_FORMATS)
+    log_format: str = option(
+        "text", "format of log messages; json: one object per line, and nothing else is written", choices=LOG_FORMATS
+    )
     log_prompts: bool = option(False, "include the text of prompts in the log")
 
     def __post_init__(self) -> None:

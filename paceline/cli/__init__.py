@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any
@@ -83,7 +85,7 @@ class _CommandGroup(TyperGroup):
             message = str(error) if isinstance(error, PacelineError) else _unknown_option(error, given)
             if not message:
                 raise
-            typer.echo(f"paceline: {message}", err=True)
+            _say(logging.ERROR, message)
             raise typer.Exit(2) from None
 
 
@@ -99,16 +101,32 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _callback(
+    ctx: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Paceline, an inference and serving engine for large language models."""
+    if ctx.invoked_subcommand != "serve":  # which first reads the form of its logs
+        show_warnings()
+
+
+def show_warnings() -> None:
+    """Of the environment."""
     if any(name.startswith("PACELINE_") for name in os.environ):
         from paceline.cli.environment import warnings
 
         for warning in warnings():
-            typer.echo(f"paceline: warning: {warning}", err=True)
+            _say(logging.WARNING, warning)
+
+
+def _say(level: int, message: str) -> None:
+    """A line on standard error, or in the log of a server whose log is JSON."""
+    logs = sys.modules.get("paceline.server.logs")  # no other command needs it
+    if logs is not None and logs.logs_json():
+        logging.getLogger("paceline.server").log(level, message)
+    else:
+        typer.echo(f"paceline: {'warning: ' if level == logging.WARNING else ''}{message}", err=True)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from paceline.config import ConfigError
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
+log = logging.getLogger("paceline.server")
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -31,8 +33,11 @@ class LoadedEngine:
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar in bytes, shown from the first update on and removed at the end."""
+    from paceline.server.logs import logs_json
+
+    shown = errors.is_terminal and not logs_json()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
+    with Progress(*columns, console=errors, transient=True, disable=not shown) as progress:
         task: Any = None
 
         def advance(done: int, total: int) -> None:
@@ -42,6 +47,16 @@ def bar(title: str) -> Iterator[Callable[[int, int], None]]:
             progress.update(task, completed=done, total=total)
 
         yield advance
+
+
+def report(message: str) -> None:
+    """A line on standard error, or in the log of a server whose log is JSON."""
+    from paceline.server.logs import logs_json
+
+    if logs_json():
+        log.info(message)
+    else:
+        errors.print(message, markup=False)
 
 
 def fetch(model: str | None) -> Path:
@@ -61,7 +76,7 @@ def fetch(model: str | None) -> Path:
         path = find_model(name, progress=note)
     if fetched:
         checked = " (checksum verified)" if model in (None, DEFAULT_MODEL) else ""
-        errors.print(f"Downloaded {name} to {path}{checked}.", markup=False)
+        report(f"Downloaded {name} to {path}{checked}.")
     return path
 
 

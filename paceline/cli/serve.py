@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,8 @@ from paceline.config import (
     split_options,
 )
 from paceline.config_file import read_file
+
+log = logging.getLogger("paceline.server")
 
 if TYPE_CHECKING:
     from paceline.server.engine_client import ServedModel
@@ -55,8 +58,10 @@ def serve(
     Every option below can also be set in the environment (--port as PACELINE_PORT) and in the file given by --config.
     The command line takes precedence over the environment, and the environment over the file.
     """
+    from paceline.cli import show_warnings
     from paceline.cli.loading import bar, fetch, name_of
     from paceline.server.auth import ApiKeys
+    from paceline.server.logs import logs_json, set_up_logs
     from paceline.server.process_messages import ModelSource
     from paceline.server.run import bind, run, url_of
     from paceline.server.supervisor import ServerSetup
@@ -73,6 +78,9 @@ def serve(
     load = load or "weights"
     server_names = {item.name for item in dataclasses.fields(ServerConfig)}
     config = ServerConfig(**{name: value for name, value in options.items() if name in server_names})
+    if config.log_format == "json":  # from here on nothing else is written
+        set_up_logs(config.log_level, config.log_format, "server")
+    show_warnings()
     ApiKeys(tenants, config.admin_key)  # invalid keys are reported here, and not by every front end
     rest = {name: value for name, value in options.items() if name not in server_names}
     engine_options, _ = split_options(rest)
@@ -113,12 +121,16 @@ def serve(
         taken.close()
     if status:
         raise typer.Exit(status)
-    Console().print("Stopped.")
+    if logs_json():
+        log.info("stopped")
+    else:
+        Console().print("Stopped.")
 
 
 def _print_summary(served: ServedModel, url: str, seconds: float) -> None:
     from paceline import __version__
     from paceline.cli.loading import count, size
+    from paceline.server.logs import logs_json
 
     body = {
         "model": served.name,
@@ -135,6 +147,9 @@ def _print_summary(served: ServedModel, url: str, seconds: float) -> None:
         f"{served.context_tokens:,} tokens, up to {served.max_running} running requests",
         "address": url,
     }
+    if logs_json():
+        log.info("ready", extra={"fields": {"version": __version__, "seconds": round(seconds, 1), **rows}})
+        return
     say(f"[bold]Paceline {__version__}[/bold], ready after {seconds:.1f} s")
     for title, text in rows.items():
         say(f"  [dim]{title:9}[/dim]", end="")

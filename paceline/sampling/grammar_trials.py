@@ -184,6 +184,7 @@ def _try(tokenizer: object, connection: socket.socket) -> None:
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     resource.setrlimit(resource.RLIMIT_DATA, (used + MAX_MEMORY, used + MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # a panic is the result, and no line of the log
     try:
         grammar = msgspec.msgpack.decode(_receive(connection), type=GrammarText)
         threading.Thread(target=_end_with, args=(connection,), daemon=True).start()

@@ -9,7 +9,15 @@ import faulthandler
 import json
 import logging
 import sys
+import threading
 import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+log = logging.getLogger("paceline")
 
 
 class _TextFormatter(logging.Formatter):
@@ -45,9 +53,34 @@ class _JsonFormatter(logging.Formatter):
 def set_up_logs(level: str, format: str, process: str) -> None:
     faulthandler.enable(2)  # stderr of the process, whatever sys.stderr is
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(process) if format == "json" else _TextFormatter(process))
+    if format == "json":
+        handler.setFormatter(_JsonFormatter(process))
+        # What Python would write to standard error as text.
+        logging.captureWarnings(True)
+        sys.excepthook, threading.excepthook, sys.unraisablehook = _log_exception, _log_in_thread, _log_unraisable
+    else:
+        handler.setFormatter(_TextFormatter(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("paceline").setLevel(level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # uvicorn warns about every invalid HTTP request
+
+
+def logs_json() -> bool:
+    """Whether the logs of this process were set up as JSON: then it writes nothing else."""
+    return any(isinstance(one.formatter, _JsonFormatter) for one in logging.getLogger().handlers)
+
+
+def _log_exception(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    log.critical("the process ends with an error: %s", error, exc_info=(kind, error, traceback))
+
+
+def _log_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None and not isinstance(args.exc_value, SystemExit):
+        name = "" if args.thread is None else args.thread.name
+        log.error("the thread %s ended with an error: %s", name, args.exc_value, exc_info=args.exc_value)
+
+
+def _log_unraisable(args: UnraisableHookArgs) -> None:
+    log.error("%s: %r", args.err_msg or "an exception was ignored", args.object, exc_info=args.exc_value)

@@ -65,7 +65,7 @@ def serving(*arguments: str) -> Iterator[ServerProcess]:
     reader.start()
     try:
         deadline = time.monotonic() + _START_S
-        while not any("Ctrl-C" in line for line in server.lines):
+        while not any("Ctrl-C" in line or '"message": "ready"' in line for line in server.lines):
             assert process.poll() is None, f"it exited with {process.returncode}: {server.output}"
             assert time.monotonic() < deadline, f"it did not start: {server.output}"
             time.sleep(0.02)

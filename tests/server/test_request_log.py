@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,3 +106,50 @@ def test_a_stream_whose_engine_dies_logs_its_tokens(server: ServerProcess) -> No
     assert '"code":"engine_failed"' in rest[-1]
     line = line_of(server, stream.headers["x-request-id"])
     assert line["end"] == "engine_failed" and line["completion_tokens"] >= len(rest)
+
+
+def test_a_server_with_json_logs_writes_nothing_else() -> None:
+    with virtual("--log-level", "info", "--log-format", "json") as server:
+        complete(server, [5], 3)
+        os.kill(server.children["engine"][0], signal.SIGKILL)  # what follows is logged, too
+        wait_until(lambda: "exited unexpectedly" in server.output)
+        server.signal(signal.SIGTERM)
+    records = [json.loads(line) for line in server.lines]
+    (ready,) = (one for one in records if one["message"] == "ready")
+    assert ready["address"] == server.url and ready["model"].startswith("virtual")
+    assert records[-1]["message"] == "stopped"
+    assert all({"time", "level", "process", "message"} <= set(one) for one in records)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("/no/such/model",), "model is '/no/such/model', which does not exist"),
+        (("--executor", "virtual", "--tp", "64", "--replicas", "1", "--router", "random"), "router is 'random'"),
+    ],
+)
+def test_an_error_at_the_start_is_json_too(arguments: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
+    environment = {**os.environ, "PACELINE_MAX_RUNNIN": "3"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    warning, error = (json.loads(line) for line in ended.stderr.splitlines())
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert warning["level"] == "warning" and warning["message"].startswith("PACELINE_MAX_RUNNIN is set")
+    assert error["level"] == "error" and message in error["message"]
+
+
+def test_warnings_and_uncaught_exceptions_are_json() -> None:
+    code = (
+        "import threading, warnings\n"
+        "from paceline.server.logs import set_up_logs\n"
+        "set_up_logs('info', 'json', 'test')\n"
+        "warnings.warn('beware')\n"
+        "thread = threading.Thread(target=lambda: 1 / 0, name='one')\n"
+        "thread.start(); thread.join()\n"
+        "raise ValueError('two\\nlines')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    warned, in_thread, last = (json.loads(line) for line in ended.stderr.splitlines())
+    assert ended.returncode == 1 and "beware" in warned["message"]
+    assert "the thread one" in in_thread["message"] and "ZeroDivisionError" in in_thread["exception"]
+    assert "two" in last["message"] and "ValueError" in last["exception"]
