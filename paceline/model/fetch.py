@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.model.gguf_file import part_names
 from paceline.model.spec import ModelError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
@@ -190,7 +191,10 @@ def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path
 
     def download(**options: Any) -> Path:
         if file:
-            return Path(huggingface_hub.hf_hub_download(repository, file, **options))
+            folder, _, last = file.rpartition("/")
+            names = [f"{folder}/{name}" if folder else name for name in part_names(last)]
+            found = {name: Path(huggingface_hub.hf_hub_download(repository, name, **options)) for name in names}
+            return found[file]
         return Path(huggingface_hub.snapshot_download(repository, allow_patterns=_PATTERNS, **options))
 
     try:

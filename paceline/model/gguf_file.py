@@ -3,14 +3,17 @@
 The header is parsed here because the reader of the `gguf` package creates an array object for every vocabulary entry,
 which takes four seconds for a small model; this one takes a tenth of a second. It imports no torch, because the
 tokenizer uses it too.
+
+A model can be split into files NAME-00001-of-00003.gguf and so on: the first has the metadata, each has some tensors.
 """
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +36,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
+_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,18 @@ class TensorInfo:
     name: str
     shape: tuple[int, ...]  # rows first, as in torch; the file has the opposite order
     type_id: int
-    offset: int  # from the start of the file
+    offset: int  # from the start of its part
+    part: int = 0  # of a model that is split into several files
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """An open file: its metadata and its memory-mapped bytes."""
+    """An open model: its metadata and its memory-mapped bytes."""
 
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
-    data: mmap.mmap
+    parts: tuple[mmap.mmap, ...]  # one, unless the model is split into several files
 
     @property
     def architecture(self) -> str:
@@ -58,7 +63,8 @@ class GGUFFile:
 
     def release_memory(self) -> None:
         """Lets the system take back the memory of what was read."""
-        self.data.madvise(mmap.MADV_DONTNEED)
+        for part in self.parts:
+            part.madvise(mmap.MADV_DONTNEED)
 
     def get(self, key: str) -> Any:
         if key not in self.metadata:
@@ -76,18 +82,64 @@ def is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
+def part_names(name: str) -> list[str]:
+    """The names of all files of the model that `name` is a file of."""
+    match = _PART_NAME.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{number:05}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)]
+
+
+def whole_name(name: str) -> str:
+    """The name of a file without its part number and suffix."""
+    match = _PART_NAME.fullmatch(name)
+    return match[1] if match else Path(name).stem
+
+
 def open_gguf(path: str | Path) -> GGUFFile:
-    """Reads the header of a file. The result is cached, because spec, tokenizer and weights all use it."""
+    """Reads the header of a file, or of all parts if it is one of several. The result is cached, because spec,
+    tokenizer and weights all use it."""
     path = Path(path)
     try:
-        stat = path.stat()
+        path.stat()
+        parts = [path.with_name(name) for name in part_names(path.name)]
+        if missing := [part.name for part in parts if not part.is_file()]:
+            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ModelError(f"{path} is one of {len(parts)} parts of a model, and its folder lacks {names}: fetch it.")
+        stats = [part.stat() for part in parts]
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}): check the path.") from None
-    return _open(path, stat.st_mtime_ns, stat.st_size)
+    return _open(tuple((part, stat.st_mtime_ns, stat.st_size) for part, stat in zip(parts, stats, strict=True)))
 
 
 @lru_cache(maxsize=2)
-def _open(path: Path, mtime_ns: int, size: int) -> GGUFFile:
+def _open(parts: tuple[tuple[Path, int, int], ...]) -> GGUFFile:
+    """parts: path, time of modification and size of each file."""
+    files = [_open_part(path, size) for path, _, size in parts]
+    first, count = files[0], len(files)
+    for index, file in enumerate(files):
+        found = file.metadata.get("split.no") or 0, file.metadata.get("split.count") or 1
+        if found != (index, count):
+            raise ModelError(
+                f"{file.path} has split.no {found[0]!r} and split.count {found[1]!r}, and its name says {index} and "
+                f"{count}: restore the names MODEL-00001-of-00002.gguf, or fetch all parts again."
+            )
+    tensors = dict(_tensors_of_parts(files))
+    expected = first.metadata.get("split.tensors.count", len(tensors)) if count > 1 else len(tensors)
+    if len(tensors) != expected:
+        raise ModelError(
+            f"{first.path} and its other parts have {len(tensors)} of {expected} tensors: fetch them again."
+        )
+    return GGUFFile(first.path, first.metadata, tensors, tuple(file.parts[0] for file in files))
+
+
+def _tensors_of_parts(files: list[GGUFFile]) -> Iterator[tuple[str, TensorInfo]]:
+    for part, file in enumerate(files):
+        for name, info in file.tensors.items():
+            yield name, replace(info, part=part)
+
+
+def _open_part(path: Path, size: int) -> GGUFFile:
     if size < 24:
         raise ModelError(f"{path} has {size} bytes, which is too short for a GGUF file: fetch it again.")
     with path.open("rb") as file:
@@ -127,7 +179,7 @@ class _Header:
             if info.offset + num_stored_bytes(info) > len(self.data):
                 raise ModelError(f"{self.path} ends before the data of {name}: it is truncated, fetch it again.")
             tensors[name] = info
-        return GGUFFile(self.path, metadata, tensors, self.data)
+        return GGUFFile(self.path, metadata, tensors, (self.data,))
 
     def scalar(self, code: str) -> Any:
         (value,) = struct.unpack_from(code, self.data, self.at)

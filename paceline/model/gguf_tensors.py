@@ -36,8 +36,7 @@ def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
     from gguf.quants import dequantize
 
     kind = GGMLQuantizationType(info.type_id)
-    num_bytes = num_stored_bytes(info)
-    raw = np.frombuffer(file.data, dtype=np.uint8, count=num_bytes, offset=info.offset)
+    raw = _stored_bytes(file, info)
     if kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         values = raw.view(np.float32 if kind == GGMLQuantizationType.F32 else np.float16)
         return torch.from_numpy(values.reshape(info.shape).copy())
@@ -64,7 +63,7 @@ def read_quantised(file: GGUFFile, info: TensorInfo) -> QuantisedTensor:
     unpack = _UNPACKERS.get(kind.name)
     if unpack is None:
         return quantise(dequantise(file, info), 8)
-    raw = np.frombuffer(file.data, dtype=np.uint8, count=num_stored_bytes(info), offset=info.offset)
+    raw = _stored_bytes(file, info)
     bits, values, scales, offsets = unpack(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]))
     rows = info.shape[0]
     return QuantisedTensor(
@@ -73,6 +72,10 @@ def read_quantised(file: GGUFFile, info: TensorInfo) -> QuantisedTensor:
         to_half_precision(torch.from_numpy(np.ascontiguousarray(scales, np.float32).reshape(rows, -1))),
         to_half_precision(torch.from_numpy(np.ascontiguousarray(offsets, np.float32).reshape(rows, -1))),
     )
+
+
+def _stored_bytes(file: GGUFFile, info: TensorInfo) -> Bytes:
+    return np.frombuffer(file.parts[info.part], dtype=np.uint8, count=num_stored_bytes(info), offset=info.offset)
 
 
 def quantised_bits(info: TensorInfo) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from paceline.model.fetch import DEFAULT_MODEL, find_model
-from paceline.model.gguf_file import is_gguf, open_gguf
+from paceline.model.gguf_file import is_gguf, open_gguf, whole_name
 from paceline.model.registry import token_ids
 from paceline.model.spec import ModelError
 from paceline.text.gguf_tokenizer import gguf_tokenizer
@@ -35,7 +35,7 @@ def model_name(model: str | None) -> str:
     path = Path(model).expanduser()
     if not path.exists():
         return model  # a Hugging Face id, or the name of the default model
-    return path.stem if path.is_file() else path.resolve().name
+    return whole_name(path.name) if path.is_file() else path.resolve().name
 
 
 def _folder_tokenizer(folder: Path) -> Tokenizer:

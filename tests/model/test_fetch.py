@@ -83,6 +83,22 @@ def test_hub_download_reports_its_progress(monkeypatch: pytest.MonkeyPatch, tmp_
     assert seen == [(40, 100), (100, 100)]
 
 
+def test_all_parts_of_a_split_file_are_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    def hf_hub_download(repository: str, file: str, **options: Any) -> str:
+        if options.get("local_files_only"):
+            raise FileNotFoundError(file)
+        fetched.append(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **options: None)
+    name = "q4/big-00001-of-00003.gguf"
+    assert find_model(f"some-org/some-model/{name}") == tmp_path / name
+    assert fetched == [name, "q4/big-00002-of-00003.gguf", "q4/big-00003-of-00003.gguf"]
+
+
 def test_interrupted_download_is_not_used_as_a_model(tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json", "a.safetensors"):
         assert not is_complete(tmp_path)

@@ -18,7 +18,9 @@ from paceline.model.gguf_file import open_gguf
 from paceline.model.read_spec import read_spec
 from paceline.model.spec import ModelError
 from paceline.model.weights import QuantisedWeights, load_decoder
+from paceline.text.load import model_name
 from tests.lazy import Lazy
+from tests.tiny_gguf import save_gguf
 
 transformers = Lazy("transformers")
 
@@ -346,6 +348,64 @@ def small_gguf(path: Path, arch: str = "llama", **metadata: int) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def split(path: Path, folder: Path, max_tensors: int) -> list[Path]:
+    """The file as the parts that llama.cpp's gguf-split makes of it."""
+    reader = gguf.GGUFReader(path)
+    field = reader.get_field("general.architecture")
+    assert field is not None
+    writer = gguf.GGUFWriter(folder / "tiny.gguf", field.contents(), split_max_tensors=max_tensors)
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.glob("tiny-*.gguf"))
+
+
+def test_a_split_file_has_the_weights_of_the_whole_one(tmp_path: Path) -> None:
+    whole = save_gguf(tmp_path / "whole.gguf")
+    parts = split(whole, tmp_path, max_tensors=8)
+    assert [part.name for part in parts] == [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    expected = load_decoder(whole, dtype="float32")
+    for given in parts:  # any of them stands for the model
+        assert read_spec(given) == expected.spec
+        assert model_name(str(given)) == "tiny"
+        found = load_decoder(given, dtype="float32")
+        torch.testing.assert_close(ContiguousCache(found).feed(PROMPT), ContiguousCache(expected).feed(PROMPT))
+    kept = QuantisedWeights(parts[0], quantization="auto").matrix("1.gate_up").values
+    assert torch.equal(kept, QuantisedWeights(whole, quantization="auto").matrix("1.gate_up").values)
+
+
+def test_a_part_alone_says_which_parts_are_missing(tmp_path: Path) -> None:
+    parts = split(save_gguf(tmp_path / "whole.gguf"), tmp_path, max_tensors=8)
+    parts[1].rename(tmp_path / "second.gguf")
+    with pytest.raises(ModelError, match=r"00003-of-00003.gguf is one of 3 parts .* lacks tiny-00002-of-00003.gguf"):
+        open_gguf(parts[2])
+    with pytest.raises(ModelError, match=r"second.gguf has split.no 1 and split.count 3, and its name says 0 and 1"):
+        open_gguf(tmp_path / "second.gguf")
+    shutil.copyfile(parts[2], parts[1])
+    with pytest.raises(ModelError, match=r"00002-of-00003.gguf has split.no 2 and split.count 3, .*says 1 and 3"):
+        open_gguf(parts[0])
+
+
+def test_a_part_of_another_split_is_refused(tmp_path: Path) -> None:
+    for name, layers in (("a", 2), ("b", 3)):
+        (tmp_path / name).mkdir()
+        split(
+            save_gguf(tmp_path / f"{name}.gguf", num_layers=layers),
+            tmp_path / name,
+            max_tensors=11 if name == "a" else 15,
+        )
+    last = "tiny-00002-of-00002.gguf"
+    shutil.copyfile(tmp_path / "b" / last, tmp_path / "a" / last)
+    with pytest.raises(ModelError, match=r"have \d+ of 21 tensors: fetch them again"):
+        open_gguf(tmp_path / "a" / last)
 
 
 def test_truncated_file_is_refused(tmp_path: Path) -> None:
