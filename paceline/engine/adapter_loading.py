@@ -6,6 +6,7 @@ the caller's thread                                   engine's thread, between t
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from paceline.request import InvalidRequest, PacelineError, short
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
+log = logging.getLogger("paceline.engine")
 _MAX_NAME = 200  # characters
 _MEMORY_FRACTION = 0.5  # of the free memory that an adapter may take
 
@@ -23,7 +25,7 @@ _MEMORY_FRACTION = 0.5  # of the free memory that an adapter may take
 def load_adapter(engine: Engine, name: str, path: str | Path, *, replace: bool = False) -> LoadedAdapter:
     """Blocks until requests can use the PEFT folder at `path` by `name`. Any thread may call it. Raises, and changes
     nothing, if it does not fit the model. replace: a loaded adapter of this name is replaced for new requests."""
-    from paceline.model.lora import read_adapter  # not at the top: needs torch, which a virtual GPU does not
+    from paceline.model.lora import read_adapter, remarks  # not at the top: needs torch, which a virtual GPU does not
 
     _check_name(name)
     if not isinstance(path, str | Path) or path == "":
@@ -43,6 +45,8 @@ def load_adapter(engine: Engine, name: str, path: str | Path, *, replace: bool =
             check_fits(folder)
             file = read_adapter(folder)
             weights = engine.executor.arrange_adapter(file)
+            for remark in remarks(file, engine.spec):
+                log.warning("LoRA adapter %s: %s.", name, remark)
         except (PacelineError, OSError) as error:  # to an engine that runs, a mistake of this request
             raise InvalidRequest(str(error)) from None
         loaded = LoadedAdapter(name, str(folder), f"{name}@{file.digest}", file.max_rank, weights.num_bytes)

@@ -5,7 +5,9 @@ own A and B, under the names of `layout.py`. What `stored.py` does to the rows o
 includes the scale. With tensor parallelism a rank has the rows of B, or the columns of A, that belong to its part of
 the matrix: the sum over ranks that the layer needs anyway is then right for the adapter too.
 
-All of the file is checked before an adapter is used: what is not supported is refused by name.
+All of the file is checked before an adapter is used: what is not supported is refused by name. As in PEFT, a file may
+have matrices that change nothing, because the config excludes them or the model has no such module, and may lack some
+that the config names: `remarks` says which.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ ADAPTED_MATRICES = ("qkv", "out", "gate_up", "down")  # fused matrices of a laye
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+_OF_EXPERTS = re.compile(r"expert|block_sparse_moe|mlp\.(gate|router)$")
+_ENDS = ("lm_head", "embed_tokens")  # not linear layers of a layer, also where the file has only one of the two
 _RETRAIN = "train the adapter without it"
 # Options of PEFT that change what an adapter computes, and the value that leaves it as it is.
 _PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -85,6 +89,8 @@ class LoraFile:
     scales: Mapping[str, float]  # by module, in the order of the file
     tensors: Mapping[str, tuple[Tensor, Tensor]]  # A and B by module
     digest: str  # of the contents: adapters with the same one compute the same
+    untargeted: tuple[str, ...] = ()  # modules with matrices in the file that the config does not adapt
+    missing_targets: tuple[str, ...] = ()  # of target_modules, without matrices in the file
 
     @property
     def max_rank(self) -> int:
@@ -106,26 +112,78 @@ def read_adapter(folder: str | Path) -> LoraFile:
     data = (folder / _TENSORS).read_bytes()
     digest = hashlib.blake2b(data, digest_size=8)
     digest.update((folder / _CONFIG).read_bytes())
-    tensors = _pairs(_parsed(data, str(folder)), str(folder))
+    pairs = _pairs(_parsed(data, str(folder)), str(folder))
+    tensors = {module: pair for module, pair in pairs.items() if _is_adapted(config, module)}
+    if not tensors:
+        raise ModelError(
+            f"{folder}/{_CONFIG} adapts none of the modules in {_TENSORS} ({_list(pairs)}): compare target_modules and "
+            "exclude_modules."
+        )
     scales = {module: _scale(config, module, len(a), str(folder)) for module, (a, _) in tensors.items()}
-    _check_targets(config, tensors, str(folder))
-    return LoraFile(str(folder), scales, tensors, digest.hexdigest())
+    targets = config.get("target_modules")
+    named = targets if isinstance(targets, list) else []
+    missing = tuple(one for one in named if not any(_matches([one], module) for module in pairs))
+    untargeted = tuple(module for module in pairs if module not in tensors)
+    return LoraFile(str(folder), scales, tensors, digest.hexdigest(), untargeted, missing)
 
 
 def arrange_adapter(file: LoraFile, spec: ModelSpec, dtype: torch.dtype, shard: Shard = WHOLE_MODEL) -> LoraWeights:
     """The matrices of an adapter for one rank of a model. Raises ModelError if it belongs to another model."""
-    family = next(family for family in FAMILIES if family.name == spec.family)
     whole, parts = stored_parts(spec), stored_parts(spec, shard)
     layers: list[dict[str, list[LowRank]]] = [{} for _ in shard.layers(spec)]
-    for module, (a, b) in file.tensors.items():
-        stored = StoredTensor(tuple(b.shape), 0, lambda part, b=b: b[part] if part else b)  # type: ignore[misc]
-        for name, rows in adapt(spec, family, {f"{module}.weight": stored}, is_gguf=False).items():
-            _check_shape(file.folder, module, name, a, rows.shape, whole, spec)
+    is_any = False
+    for module, a, adapted in _adapted_matrices(file, spec):
+        for name, rows in adapted.items():
+            is_any = True
+            _check_shape(file.folder, module, a, rows.shape, whole[name])
             if name in parts:
                 layer, _, matrix = parts[name].target.partition(".")
                 found = _part(parts[name], a, rows, file.scales[module], dtype)
                 layers[int(layer)].setdefault(matrix, []).append(found)
+    if not is_any:
+        raise ModelError(
+            f"{file.folder} adapts {_list(file.tensors)}, and the served model ({spec.family}, {spec.num_layers} "
+            "layers) has no such modules: give an adapter of this model."
+        )
     return LoraWeights(tuple({name: tuple(found) for name, found in layer.items()} for layer in layers))
+
+
+def remarks(file: LoraFile, spec: ModelSpec) -> list[str]:
+    """What of the adapter changes nothing, in words."""
+    absent = [module for module, _, adapted in _adapted_matrices(file, spec) if not adapted]
+    found = {
+        f"{_CONFIG} does not adapt": file.untargeted,
+        "the model does not have": absent,
+        f"{_TENSORS} lacks, and target_modules has": file.missing_targets,
+    }
+    return [f"{what} {_list(names)}" for what, names in found.items() if names]
+
+
+def _adapted_matrices(file: LoraFile, spec: ModelSpec) -> Iterator[tuple[str, Tensor, dict[str, StoredTensor]]]:
+    """Each module, its A, and B by the names of the stored matrices that it changes: none if the model does not have
+    the module."""
+    family, whole = next(family for family in FAMILIES if family.name == spec.family), stored_parts(spec)
+    for module, (a, b) in file.tensors.items():
+        stored = StoredTensor(tuple(b.shape), 0, lambda part, b=b: b[part] if part else b)  # type: ignore[misc]
+        adapted = adapt(spec, family, {f"{module}.weight": stored}, is_gguf=False)
+        adapted = {name: rows for name, rows in adapted.items() if name in whole}
+        if spec.num_experts and _OF_EXPERTS.search(module):
+            raise ModelError(
+                f"{file.folder} adapts {module}, a part of a mixture of experts: adapters of experts and routers are "
+                "not supported; train one of attention."
+            )
+        matrices = {whole[name].target.rpartition(".")[2] for name in adapted}
+        if module.endswith(_ENDS) or not matrices <= set(ADAPTED_MATRICES):
+            raise ModelError(
+                f"{file.folder} adapts {module}: only linear layers of attention and MLP can be adapted "
+                f"({', '.join(_TARGETS)})."
+            )
+        yield module, a, adapted
+
+
+def _list(names: Iterable[str]) -> str:
+    first, *others = sorted(names)  # a file has no order
+    return first + (f" and {len(others)} more" if others else "")
 
 
 def _part(part: StoredPart, a: Tensor, rows: StoredTensor, scale: float, dtype: torch.dtype) -> LowRank:
@@ -136,31 +194,7 @@ def _part(part: StoredPart, a: Tensor, rows: StoredTensor, scale: float, dtype: 
     return LowRank(part.row, a.to(dtype).contiguous(), b.to(dtype).contiguous())
 
 
-def _check_shape(
-    folder: str,
-    module: str,
-    name: str,
-    a: Tensor,
-    b_shape: tuple[int, ...],
-    whole: Mapping[str, StoredPart],
-    spec: ModelSpec,
-) -> None:
-    part = whole.get(name)
-    if part is None or part.target.rpartition(".")[2] not in ADAPTED_MATRICES:
-        is_router = spec.num_experts and module.endswith(("mlp.gate", "mlp.router"))
-        if "expert" in module or "block_sparse_moe" in module or is_router:
-            raise ModelError(
-                f"{folder} adapts {module}, a part of a mixture of experts: adapters of experts and routers are not "
-                "supported; train one of attention."
-            )
-        if re.search(r"\.layers\.\d+\.", module) and module.rpartition(".")[2] in _TARGETS:
-            raise ModelError(
-                f"{folder} adapts {module} with B of shape {list(b_shape)}, and the served model ({spec.family}, "
-                f"{spec.num_layers} layers) has no such matrix: give an adapter of this model."
-            )
-        raise ModelError(
-            f"{folder} adapts {module}: only linear layers of attention and MLP can be adapted ({', '.join(_TARGETS)})."
-        )
+def _check_shape(folder: str, module: str, a: Tensor, b_shape: tuple[int, ...], part: StoredPart) -> None:
     rows, columns = part.shape
     if a.shape[1] != columns or b_shape[0] != rows:
         raise ModelError(
@@ -243,23 +277,36 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
                 raise ModelError(
                     f"{folder}/{_CONFIG} has {name} with {pattern!r}, which is no regular expression ({error})."
                 ) from None
-    targets = config.get("target_modules")
-    for target in targets if isinstance(targets, list) else ():
-        if not isinstance(target, str) or target.rpartition(".")[2] not in _TARGETS:
-            raise ModelError(
-                f"{folder}/{_CONFIG} has target_modules with {target!r}: only linear layers of attention and MLP can "
-                f"be adapted ({', '.join(_TARGETS)})."
-            )
+    for name in ("target_modules", "exclude_modules"):
+        _check_modules(name, config.get(name), folder)
 
 
-def _check_targets(config: Mapping[str, Any], modules: Mapping[str, object], folder: str) -> None:
-    targets = config.get("target_modules")
-    for target in targets if isinstance(targets, list) else ():
-        if not any(module == target or module.endswith(f".{target}") for module in modules):
+def _check_modules(name: str, value: Any, folder: str) -> None:
+    if isinstance(value, str):
+        try:
+            re.compile(value)
+        except re.error as error:
             raise ModelError(
-                f"{folder}/{_CONFIG} has target_modules with {target!r}, of which {_TENSORS} has no tensors: the file "
-                "is incomplete, fetch it again."
-            )
+                f"{folder}/{_CONFIG} has {name} {value!r}, which is no regular expression ({error})."
+            ) from None
+    elif value is not None and not (isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        raise ModelError(
+            f"{folder}/{_CONFIG} has {name} {value!r}: expected names of modules, or a regular expression."
+        )
+
+
+def _is_adapted(config: Mapping[str, Any], module: str) -> bool:
+    """Whether the config adapts a module of this name, as PEFT decides it."""
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    is_target = targets is None or targets == "all-linear" or _matches(targets, module)
+    return is_target and not (excluded and _matches(excluded, module))
+
+
+def _matches(names: str | list[str], module: str) -> bool:
+    """names: a regular expression of the whole name, or last parts of names."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int, folder: str) -> float:

@@ -179,6 +179,20 @@ def test_an_adapter_in_use_is_not_unloaded_and_a_replaced_one_finishes_its_reque
         llm.unload_lora_adapter("a")
 
 
+def test_what_of_an_adapter_changes_nothing_is_logged(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shapes = linear_shapes(models.merged[""], ["q_proj"])
+    absent = {"model.layers.0.self_attn.wq": (8, 8)}
+    write_adapter(tmp_path, {**shapes, **absent}, config={"target_modules": ["q_proj", "wq", "wv"]})
+    with engine_with(models, []) as llm:
+        llm.load_lora_adapter("partly", tmp_path)
+    assert [record.getMessage() for record in caplog.records] == [
+        "LoRA adapter partly: the model does not have model.layers.0.self_attn.wq.",
+        "LoRA adapter partly: adapter_model.safetensors lacks, and target_modules has wv.",
+    ]
+
+
 def test_adapters_follow_weights_that_are_replaced(models: Models, tmp_path: Path) -> None:
     other = copy.deepcopy(models.merged["a"])
     with torch.no_grad():

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.engine.cpu.model import CpuModel
 from paceline.model.layout import Shard
-from paceline.model.lora import LoraRows, LoraWeights, arrange_adapter, read_adapter
+from paceline.model.lora import LoraRows, LoraWeights, arrange_adapter, read_adapter, remarks
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
 from paceline.model.weights import load_decoder
@@ -149,8 +149,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         "alpha_pattern": {"q_(": 3},
     }.items():
         refused(f"has {name} ", **{name: value})
-    refused("target_modules with 'embed_tokens'", target_modules=["q_proj", "embed_tokens"])
-    refused("'v_proj', of which .* has no tensors", target_modules=["q_proj", "v_proj"])
+    refused("target_modules 7: expected names", target_modules=7)
+    refused("exclude_modules 'q_\\(', which is no regular", exclude_modules="q_(")
+    refused("adapts none of the modules in .*q_proj", exclude_modules=["q_proj"])
+    refused("adapts none of the modules in .*q_proj", target_modules=["v_proj"])
     refused("of rank 4 where .* says 8", r=8)
     a, b = (f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight" for side in "AB")
     refused("lacks lora_B", tensors=lambda found: {a: found[a]})
@@ -159,9 +161,13 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     refused("has the tensor .*magnitude", tensors=lambda found: {**found, "x.lora_magnitude_vector": torch.ones(3)})
     refused("stored? .* as torch.int64|stores .* as torch.int64", tensors=lambda found: {**found, a: found[a].long()})
     refused("and that of the served model has", {"model.layers.0.self_attn.q_proj": (spec.q_size, 24)})
-    refused("has no such matrix", {"model.layers.99.self_attn.q_proj": (spec.q_size, spec.hidden_size)})
-    refused("only linear layers", {"model.layers.0.foo": (8, 8)}, target_modules="all-linear")
-    refused("mixture of experts", {"model.layers.0.mlp.experts.3.up_proj": (8, 8)})
+    refused(
+        "adapts model.layers.99.self_attn.q_proj, .* has no such modules",
+        {"model.layers.99.self_attn.q_proj": (spec.q_size, spec.hidden_size)},
+    )
+    refused("has no such modules", {"model.layers.0.foo": (8, 8)}, target_modules="all-linear")
+    refused("lm_head: only linear layers", {"lm_head": (spec.vocab_size, spec.hidden_size), **good})
+    refused("embed_tokens: only linear layers", {"model.embed_tokens": (8, 8), **good})
     refused(
         "ranks up to 128",
         r=129,
@@ -177,6 +183,60 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         read_adapter(tmp_path)
     with pytest.raises(ModelError, match="which is no folder"):
         read_adapter(tmp_path / "none")
+
+
+@pytest.mark.parametrize("module", ["mlp.experts.3.up_proj", "mlp.gate", "mlp.shared_expert.up_proj"])
+def test_adapters_of_experts_are_refused_also_beside_others(module: str, tmp_path: Path) -> None:
+    spec = shape("tiny-qwen2-moe")
+    own = {"model.layers.0.self_attn.q_proj": (spec.q_size, spec.hidden_size), f"model.layers.0.{module}": (8, 8)}
+    write_adapter(tmp_path, own)
+    with pytest.raises(ModelError, match="mixture of experts"):
+        arrange_adapter(read_adapter(tmp_path), spec, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "used", "remark"),
+    [
+        ({"target_modules": ["q_proj", "v_proj", "w1", "embed_tokens"]}, {"q_proj", "v_proj"}, "has embed_tokens and 1 more"),
+        ({"exclude_modules": ["v_proj"]}, {"q_proj"}, "does not adapt model.layers.0.self_attn.v_proj and 2 more"),
+        ({"exclude_modules": r".*\.v_proj"}, {"q_proj"}, "does not adapt"),
+        ({"target_modules": r".*\.self_attn\.v_proj"}, {"v_proj"}, "does not adapt model.layers.0.self_attn.q_proj"),
+        ({"target_modules": ["q_proj", "v_proj"], "exclude_modules": []}, {"q_proj", "v_proj"}, None),
+        ({"target_modules": None}, {"q_proj", "v_proj"}, None),
+    ],
+)
+def test_what_the_config_excludes_or_the_file_lacks_is_left_out(
+    config: dict[str, Any], used: set[str], remark: str | None, tmp_path: Path
+) -> None:
+    theirs = tiny("llama")
+    theirs.save_pretrained(tmp_path / "base")
+    pairs = write_adapter(tmp_path / "adapter", linear_shapes(theirs, ("q_proj", "v_proj")), config=config)
+    merge(theirs, {name: pair for name, pair in pairs.items() if name.rpartition(".")[2] in used}, 2.0)
+    theirs.save_pretrained(tmp_path / "merged")
+    assert_equals_merged(tmp_path, remark)
+
+
+def test_modules_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
+    theirs = tiny("llama")
+    theirs.save_pretrained(tmp_path / "base")
+    shapes = linear_shapes(theirs, ("q_proj", "o_proj"))
+    more = {f"{name}_extra": rows for name, rows in shapes.items()}
+    other_layers = {name.replace(".layers.0.", ".layers.77."): rows for name, rows in shapes.items() if ".0." in name}
+    experts = {"model.layers.0.mlp.experts.1.up_proj": (8, 8)}
+    pairs = write_adapter(tmp_path / "adapter", {**shapes, **more, **other_layers, **experts})
+    merge(theirs, {name: pairs[name] for name in shapes}, 2.0)
+    theirs.save_pretrained(tmp_path / "merged")
+    assert_equals_merged(tmp_path, "the model does not have model.layers.0.mlp.experts.1.up_proj and 8 more")
+
+
+def assert_equals_merged(folder: Path, remark: str | None) -> None:
+    base, merged = (load_decoder(folder / name, dtype="float32") for name in ("base", "merged"))
+    file = read_adapter(folder / "adapter")
+    weights = base.prepare_adapter(arrange_adapter(file, base.whole_spec, torch.float32))
+    found = logits(base, LoraRows([(torch.arange(len(TOKENS)), weights)]))
+    torch.testing.assert_close(found, logits(merged), atol=2e-4, rtol=1e-3)
+    said = remarks(file, base.whole_spec)
+    assert len(said) == (remark is not None) and all(remark in one for one in said), said
 
 
 def test_digest_depends_on_matrices_and_config(tmp_path: Path) -> None:
