@@ -190,9 +190,12 @@ class Decoder:
         max_positions: int | None = None,
         group: RankGroup | None = None,
         stages: StageLink | None = None,
+        kv_scales: Tensor | None = None,
     ) -> None:
         """`spec` is that of the whole model, `weights` are the fused tensors of `layout.target_shapes(spec, shard)`.
-        Positions below `max_positions` (default: the model's context) can be used."""
+        Positions below `max_positions` (default: the model's context) can be used. kv_scales [layers, 2, 1]: those of
+        an FP8 KV cache, if the model has some."""
+        self.kv_scales = kv_scales
         self.whole_spec, self.group, self.stages = spec, group, stages
         self.shard = shard_of(group or stages)
         self.spec = spec = self.shard.spec(spec)

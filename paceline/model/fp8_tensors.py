@@ -39,6 +39,9 @@ def fp8_tensors(stored: Mapping[str, StoredTensor], found: CheckpointFormat, sou
         result[f"{layer}.weight"] = _combined(layer, weight, stored[name], found)
     if not is_any:
         raise ModelError(f"{source} has no scales of FP8 weights, which its config names: fetch the model again.")
+    for name, tensor in result.items():
+        if tensor is stored[name] and tensor.num_bytes == math.prod(tensor.shape):  # would be read without a scale
+            raise ModelError(f"{source} stores {name} in 8 bits and lacks its weight_scale: the file is incomplete.")
     return result
 
 

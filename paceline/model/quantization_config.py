@@ -71,19 +71,29 @@ def _gptq(given: Mapping[str, Any]) -> CheckpointFormat:
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat:
+    """`targets` and `ignore` are not read: which layers are quantised is what their tensors say."""
     _require(given, "format", ("float-quantized", "pack-quantized"))
+    if cache := given.get("kv_cache_scheme"):
+        for key, values in (("num_bits", (8,)), ("type", ("float",)), ("strategy", ("tensor",)), ("dynamic", (False,))):
+            _require(cache, key, values, values[0], name="quantization_config.kv_cache_scheme")
     groups = list((given.get("config_groups") or {}).values())
-    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+    formats = {_group_format(given["format"], group) for group in groups}
+    if len(formats) != 1:
         raise ModelError(
-            f"quantization_config has {len(groups)} config_groups: only one, for all Linear, is supported; {_REMEDY}."
+            f"quantization_config has {len(groups)} config_groups in {len(formats)} formats: only one format for all "
+            f"quantised layers is supported; {_REMEDY}."
         )
-    weights = groups[0].get("weights") or {}
-    if given["format"] == "pack-quantized":
+    return formats.pop()
+
+
+def _group_format(kind: str, group: Mapping[str, Any]) -> CheckpointFormat:
+    weights = group.get("weights") or {}
+    if kind == "pack-quantized":
         _require(weights, "num_bits", (4,))
         _require(weights, "type", ("int",), "int")
         _require(weights, "strategy", ("group",))
         _require(weights, "actorder", (None, False, "weight", "static"))  # others: columns out of order
-        if groups[0].get("input_activations"):
+        if group.get("input_activations"):
             raise ModelError(
                 f"quantization_config has input_activations: only weights in 4 bits are supported; {_REMEDY}."
             )
@@ -110,7 +120,9 @@ def _has_blocks(size: Any) -> bool:
     return True
 
 
-def _require(given: Mapping[str, Any], key: str, values: tuple[Any, ...], default: Any = None) -> None:
+def _require(
+    given: Mapping[str, Any], key: str, values: tuple[Any, ...], default: Any = None, name: str = "quantization_config"
+) -> None:
     if (value := given.get(key, default)) not in values:
         supported = ", ".join(map(str, values))
-        raise ModelError(f"quantization_config has {key} {value!r}, and supported is {supported}: {_REMEDY}.")
+        raise ModelError(f"{name} has {key} {value!r}, and supported is {supported}: {_REMEDY}.")

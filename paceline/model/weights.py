@@ -52,6 +52,7 @@ from paceline.model.read_spec import read_json, read_spec
 from paceline.model.registry import FAMILIES
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 from paceline.model.stored import adapt
+from paceline.model.stored_kv_scales import KV_SCALES, kv_scale_name, read_kv_scales
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 Keep = Callable[[Any], Any]  # a quantised matrix of a checkpoint as the executor keeps it
@@ -80,7 +81,8 @@ def load_decoder(
     weights = fuse_weights(
         spec, stored, source=str(path), dtype=dtype, device=device, progress=progress, shard=shard, keep=keep
     )
-    return Decoder(spec, weights, max_positions=max_positions, group=group, stages=stages)
+    scales = read_kv_scales(spec, stored, shard, str(path))
+    return Decoder(spec, weights, max_positions=max_positions, group=group, stages=stages, kv_scales=scales)
 
 
 def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
@@ -326,6 +328,7 @@ def _check_names(
         for name in stored
         if name not in parts
         and not _IGNORED.search(name)
+        and not KV_SCALES.search(name)
         and not (tied and name == "lm_head.weight")
         # Exporters of GPTQ write one for every layer. It is small, and the only tensor that is read here.
         and not (name.endswith(".bias") and not stored[name].read(()).any())
@@ -454,6 +457,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         if not file.is_file():
             raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
         stored.update(_file_tensors(file, () if found is None else _QUANTISED_DTYPES[found.quantization]))
+    stored = {kv_scale_name(name): tensor for name, tensor in stored.items()}
     if found is None:
         return stored
     if found.quantization == "mxfp4":

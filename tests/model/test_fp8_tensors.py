@@ -17,20 +17,23 @@ from paceline.engine.precision import WeightFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantised_linear import QuantisedMatrix
 from paceline.model.decoder import Experts
+from paceline.model.layout import Shard, StoredTensor
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.spec import ModelError
+from paceline.model.stored_kv_scales import read_kv_scales
 from paceline.model.weights import check_files, load_decoder, stored_quantization
 from paceline.parallel.threads import ThreadGroup
 from tests.tiny_folder import EXPERTS, save_tiny_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
+GROUP: dict[str, Any] = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+IN_BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
 CHANNEL = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
-    "config_groups": {
-        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
-    },
+    "config_groups": {"group_0": GROUP},
 }
+KV = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
@@ -83,6 +86,62 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
         assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
 
 
+def change(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], without: str = "") -> None:
+    """Other values of quantization_config, and tensors in the place of those whose names contain `without`."""
+    described = json.loads((path / "config.json").read_text())
+    described["quantization_config"] = {**described["quantization_config"], **config}
+    (path / "config.json").write_text(json.dumps(described))
+    weights = {name: value for name, value in load_file(path / "model.safetensors").items() if without not in name}
+    save_file(
+        {**(weights if without else load_file(path / "model.safetensors")), **tensors}, path / "model.safetensors"
+    )
+
+
+def test_targets_may_be_regular_expressions_and_some_layers_unquantised(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    wanted = save_fp8(path, CHANNEL)
+    plain = {f"model.layers.{layer}.mlp.down_proj": torch.randn(32, 64) for layer in range(2)}
+    groups = {
+        "attention": {**GROUP, "targets": [r"re:.*self_attn\.(q|k|v|o)_proj$"]},
+        "mlp": {**GROUP, "targets": [r"re:.*(gate|up)_proj"], "weights": {**GROUP["weights"], "strategy": "tensor"}},
+    }
+    tensors = {f"{name}.weight": value for name, value in plain.items()}
+    change(path, {"config_groups": groups, "ignore": ["lm_head", r"re:.*down_proj"]}, tensors, without="down_proj")
+    model = load_decoder(path, dtype="float32")
+    assert torch.equal(model.layers[0].out, wanted["model.layers.0.self_attn.o_proj.weight"])
+    assert torch.equal(model.layers[1].mlp.gate_up[64:], wanted["model.layers.1.mlp.up_proj.weight"])
+    assert torch.equal(model.layers[1].mlp.down, plain["model.layers.1.mlp.down_proj"])
+
+
+@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
+def test_scales_of_an_fp8_kv_cache_are_read(names: tuple[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_fp8(path, CHANNEL)
+    given = {
+        f"model.layers.{layer}.self_attn.{name}": torch.full((1,) if layer else (), 0.03 * (1 + layer) + index)
+        for layer in range(2)
+        for index, name in enumerate(names)
+    }
+    change(path, {"kv_cache_scheme": KV}, given)
+    assert check_files(path).num_layers == 2
+    model = load_decoder(path, dtype="float32")
+    assert model.kv_scales is not None
+    torch.testing.assert_close(model.kv_scales[:, :, 0], torch.tensor([[0.03, 1.03], [0.06, 1.06]]))
+    for stage in range(2):
+        stored = {name.replace("proj.output_", ""): StoredTensor((), 4, lambda _, v=v: v) for name, v in given.items()}
+        found = read_kv_scales(model.spec, stored, Shard(0, 1, stage, 2), "m")
+        own = Shard(0, 1, stage, 2).layers(model.spec)
+        assert found is not None and torch.equal(found, model.kv_scales[own.start : own.stop])
+
+    first, *_, last = given
+    change(path, {}, {first: torch.tensor(0.0)})
+    with pytest.raises(ModelError, match=r"layers.0.self_attn.k_scale of shape \[\]: expected one number above 0"):
+        load_decoder(path, dtype="float32")
+    change(path, {}, {first: torch.tensor(1.0)}, without=last)
+    with pytest.raises(ModelError, match=r"lacks model.layers.1.self_attn.v_scale: the file is incomplete"):
+        load_decoder(path, dtype="float32")
+
+
 @pytest.mark.parametrize("config", [FP8, CHANNEL, BLOCKS], ids=["tensor", "channel", "blocks"])
 def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, Any]) -> None:
     """With the values of the expanded ones, on ranks too, which cut blocks; everything else is expanded."""
@@ -129,7 +188,20 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
             {**CHANNEL, "format": "int-quantized"},
             "format 'int-quantized', and supported is float-quantized, pack-quant",
         ),
-        ({**CHANNEL, "config_groups": {}}, "0 config_groups: only one"),
+        ({**CHANNEL, "config_groups": {}}, "0 config_groups in 0 formats: only one"),
+        (
+            {**CHANNEL, "config_groups": {"a": GROUP, "b": {"weights": {**GROUP["weights"], **IN_BLOCKS}}}},
+            "2 config_groups in 2 formats: only one",
+        ),
+        (
+            {**CHANNEL, "kv_cache_scheme": {**KV, "type": "int"}},
+            "kv_cache_scheme has type 'int', and supported is float",
+        ),
+        (
+            {**CHANNEL, "kv_cache_scheme": {**KV, "strategy": "attn_head"}},
+            "has strategy 'attn_head', and supported is te",
+        ),
+        ({**CHANNEL, "kv_cache_scheme": {**KV, "dynamic": True}}, "has dynamic True, and supported is False"),
         ("fp8", "quantization_config is 'fp8'"),
     ],
 )
@@ -144,6 +216,10 @@ def test_damaged_or_mislabelled_fp8_files_are_refused(tmp_path: Path) -> None:
         (
             (lambda w: w.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(3)}), "scales of shape"),
             (lambda w: w.pop("model.layers.0.mlp.up_proj.weight"), "lacks model.layers.0.mlp.up_proj.weight"),
+            (
+                lambda w: w.pop("model.layers.1.mlp.up_proj.weight_scale"),
+                "up_proj.weight in 8 bits and lacks its weight_",
+            ),
             (lambda w: [w.pop(name) for name in list(w) if name.endswith("_scale")], "has no scales of FP8 weights"),
         )
     ):

@@ -197,7 +197,11 @@ def test_adapters_of_experts_are_refused_also_beside_others(module: str, tmp_pat
 @pytest.mark.parametrize(
     ("config", "used", "remark"),
     [
-        ({"target_modules": ["q_proj", "v_proj", "w1", "embed_tokens"]}, {"q_proj", "v_proj"}, "has embed_tokens and 1 more"),
+        (
+            {"target_modules": ["q_proj", "v_proj", "w1", "embed_tokens"]},
+            {"q_proj", "v_proj"},
+            "has embed_tokens and 1 more",
+        ),
         ({"exclude_modules": ["v_proj"]}, {"q_proj"}, "does not adapt model.layers.0.self_attn.v_proj and 2 more"),
         ({"exclude_modules": r".*\.v_proj"}, {"q_proj"}, "does not adapt"),
         ({"target_modules": r".*\.self_attn\.v_proj"}, {"v_proj"}, "does not adapt model.layers.0.self_attn.q_proj"),

@@ -1,9 +1,10 @@
 """Scales of an FP8 KV cache, one for keys and one for values of every layer and KV head.
 
-A model is computed once for a few tokens, in the dtype of its activations, and the largest key and value of each head
-are measured. FP8 is a floating point format: a scale only has to put a head's numbers into its range, so scales are
-powers of two, by which nothing is rounded, and leave room for values `HEADROOM` times as large as those that were seen;
-larger ones saturate. So the token ids need not be text, and two GPUs that round differently find the same scales.
+Those of the checkpoint, if it has some. Otherwise the model is computed once for a few tokens, in the dtype of its
+activations, and the largest key and value of each head are measured. FP8 is a floating point format: a scale only has
+to put a head's numbers into its range, so these scales are powers of two, by which nothing is rounded, and leave room
+for values `HEADROOM` times as large as those that were seen; larger ones saturate. So the token ids need not be text,
+and two GPUs that round differently find the same scales.
 Without scales, keys above 448 (Qwen2 has some of 200 to 300) would saturate, and values below 2^-6, which first layers
 have, would have less than 3 bits of mantissa.
 """
@@ -55,6 +56,8 @@ def calibrate(model: CudaModel) -> Tensor:
     """[layers, 2, K] float32. Overwrites the model's buffers: no pass may be in flight. All stages of a pipeline
     call it."""
     spec, device = model.spec, model.device
+    if model.kv_scales is not None:
+        return model.kv_scales.to(device).expand(-1, -1, spec.num_kv_heads)
     ids = calibration_ids(spec, min(model.max_tokens, len(model.layers[0].cos_sin))).to(device)
     count = len(ids)
     if model.stages is None or model.shard.is_first:

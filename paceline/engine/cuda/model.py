@@ -259,6 +259,7 @@ class CudaModel:
         self.is_quantised, self.is_groupwise = not isinstance(weight, Tensor), isinstance(weight, GroupwiseMatrix)
         self.group, self.whole_spec = decoder.group, decoder.whole_spec
         self.stages, self.shard = decoder.stages, decoder.shard
+        self.kv_scales = decoder.kv_scales
         # The first token id whose embedding this rank has; None: it has all.
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
         self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
@@ -375,6 +376,7 @@ class CudaModel:
     def load(self, decoder: Decoder) -> None:
         """Copies the weights of another decoder of the same spec, on any device, in place: CUDA graphs hold the
         addresses of ours."""
+        self.kv_scales = decoder.kv_scales
         self.embedding.copy_(decoder.embedding)
         self.norm.copy_(decoder.norm)
         if not (self.spec.tied and self.shard.is_first):  # then it is the embedding

@@ -87,6 +87,22 @@ def test_scales_are_those_of_the_largest_numbers_of_each_head() -> None:
         assert torch.equal(device.attention.scales, wanted) and device.kv_scales == scales_digest(wanted) != before
 
 
+def test_scales_of_the_checkpoint_are_used() -> None:
+    """And those of the weights that replace it."""
+    model, other = decoder("tiny-qwen3"), decoder("tiny-qwen3")
+    model.kv_scales = torch.tensor([0.03, 0.4, 1.7, 0.002]).view(2, 2, 1)
+    other.kv_scales = model.kv_scales * 3
+    wanted = expected("tiny-qwen3", PROMPTS[:1], model.kv_scales.expand(-1, -1, 2))
+    llm, device = on_kernels("tiny-qwen3", model=model, fp8_kv=True)
+    with llm:
+        device.warm_up()
+        assert device.attention.scales is not None
+        assert torch.equal(device.attention.scales, model.kv_scales.expand(-1, -1, 2))
+        assert [output.token_ids for output in llm.generate(PROMPTS[:1], GREEDY)] == wanted
+        device.load_weights(other)
+        assert torch.equal(device.attention.scales, other.kv_scales.expand(-1, -1, 2))
+
+
 def test_a_scale_is_a_power_of_two_that_leaves_headroom() -> None:
     largest = torch.tensor([0.001, 1.0, 300.0, FP8_MAX / HEADROOM, 0.0, torch.inf, torch.nan])
     scales = scales_for(largest)
