@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.model.gguf_file import GGUFFile, TensorInfo, experts, num_stored_bytes
 from paceline.model.gguf_tensors import dequantise, quantised_bits, read_quantised
 from paceline.model.layout import StoredTensor
+from paceline.model.refused_options import refuse_metadata
 from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers, windows_between
 from paceline.model.rope_config import longrope, yarn_attention_factor
 from paceline.model.spec import ModelError, ModelSpec, RopeSpec
@@ -158,6 +159,7 @@ def _family(file: GGUFFile) -> ModelFamily:
 def gguf_spec(file: GGUFFile) -> ModelSpec:
     """The spec of the model in the file."""
     family, arch = _family(file), file.architecture
+    refuse_metadata(family.name, {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()})
     num_experts = _int(file, "expert_count", 0)
     num_heads, hidden = _int(file, "attention.head_count"), _int(file, "embedding_length")
     num_layers = _int(file, "block_count")

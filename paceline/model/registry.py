@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.model.quantization_config import read_format
+from paceline.model.refused_options import refuse_options
 from paceline.model.rope_config import longrope, read_ropes, read_rotary_dim, yarn_attention_factor
 from paceline.model.spec import DTYPES, ModelError, ModelSpec, RopeSpec
 
@@ -317,13 +318,19 @@ def spec_from_config(config: Mapping[str, Any], generation: Mapping[str, Any] | 
     architectures = config.get("architectures") or ["(none given)"]
     family = family_of(architectures[0])
     read_format(config)  # raises for weights in a format that is not supported
-    if config.get("clip_qkv") is not None:
-        raise ModelError(f"clip_qkv is {config['clip_qkv']!r}: clipping is not supported, choose another model.")
     if family.multimodal is not None and architectures[0] == family.multimodal:
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config.get(key) is not None}
         config = {**config, **(config.get("text_config") or {}), **ids}
     config = {**family.defaults, **config}
     try:
+        refuse_options(
+            family.name,
+            config,
+            qk_norm=family.qk_norm,
+            factors=family.multipliers,
+            clamp=family.activation == "clamped_swiglu",
+            windows=family.windowed != "never",
+        )
         num_layers = int(config["num_hidden_layers"])
         num_heads = int(config["num_attention_heads"])
         hidden_size = int(config["hidden_size"])
@@ -475,8 +482,6 @@ def _windows(
         or (family.windowed.startswith("switched") and not _switched_on(config))
     ):
         return (None,) * num_layers
-    if config.get("use_bidirectional_attention"):
-        raise ModelError("use_bidirectional_attention is on: only causal attention is supported, choose another model.")
     is_listed = family.windowed in ("switched", "switched in listed layers") or bool(family.full_interval)
     if config.get("layer_types") and is_listed:
         return tuple(int(size) if kind == "sliding_attention" else None for kind in config["layer_types"])

@@ -408,6 +408,17 @@ def test_a_part_of_another_split_is_refused(tmp_path: Path) -> None:
         open_gguf(tmp_path / "a" / last)
 
 
+@pytest.mark.parametrize("option", ["attention.clamp_kqv", "attention.max_alibi_bias", "use_parallel_residual"])
+def test_metadata_of_what_is_not_computed_is_refused(option: str, tmp_path: Path) -> None:
+    words = f"{option} is 8: only .* is supported for llama models"
+    with pytest.raises(ModelError, match=words):
+        read_spec(small_gguf(tmp_path / "other.gguf", **{f"llama.{option}": 8}))
+    with pytest.raises(ModelError, match=r"attention.causal is 0: only true is supported"):
+        read_spec(small_gguf(tmp_path / "embedding.gguf", **{"llama.attention.causal": 0}))
+    with pytest.raises(ModelError, match="lacks the metadata"):  # which is checked later
+        read_spec(small_gguf(tmp_path / "same.gguf", **{"llama.attention.causal": 1, f"llama.{option}": 0}))
+
+
 def test_truncated_file_is_refused(tmp_path: Path) -> None:
     whole = small_gguf(tmp_path / "whole.gguf", llama__block_count=3).read_bytes()
     cut = tmp_path / "cut.gguf"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from test_oracle import PROMPT, make_pair
 
 from paceline.model.layout import stored_parts, target_shapes
+from paceline.model.lora import read_adapter
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import SHAPES, shape, spec_from_config
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.weights import load_decoder, random_decoder, random_weights
+from tests.oracle.adapters import write_adapter
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +124,38 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_pickled_weights_are_refused(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"no .safetensors files .*convert the model"):
+class Payload:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def test_pickled_weights_are_refused_and_not_unpickled(folder: Path) -> None:
+    """Under their own name, and under that of safetensors."""
+    (folder / "model.safetensors").unlink()
+    ran = folder / "ran"
+    torch.save({"weight": Payload(ran)}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no .safetensors files \(pytorch_model.bin runs code.*convert the model"):
         load_decoder(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read .*damaged"):
+        load_decoder(folder)
+
+    adapter = folder / "adapter"
+    write_adapter(adapter, {"model.layers.0.self_attn.q_proj": (8, 8)})
+    (adapter / "adapter_model.safetensors").write_bytes(pickle.dumps(Payload(ran)))
+    with pytest.raises(ModelError, match=r"cannot be read .*damaged"):
+        read_adapter(adapter)
+    (adapter / "adapter_model.safetensors").rename(adapter / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"convert adapter_model\.bin"):
+        read_adapter(adapter)
+    assert not ran.exists()
+    pickle.loads((adapter / "adapter_model.bin").read_bytes())
+    assert ran.exists(), "the payload works"
 
 
 @pytest.mark.parametrize(
@@ -140,8 +171,35 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
             "quantization_config is 'hqq': supported are fp8",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu': only silu"),
-        ({"clip_qkv": 8.0}, "clip_qkv is 8.0: clipping is not supported"),
+        ({"clip_qkv": 8.0}, "clip_qkv is 8.0: only null is supported for qwen2 models"),
+        ({"is_causal": False}, "is_causal is false: only true or null is supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true: only false or null"),
+        ({"use_qk_norm": True}, "use_qk_norm is true: only false or null is supported for qwen2 models"),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "use_qk_norm": False},
+            "use_qk_norm is false: only true or null is supported for qwen3 models",
+        ),
+        ({"qk_layernorm": True}, "qk_layernorm is true"),
+        ({"logits_scaling": 8.0}, "logits_scaling is 8.0: only 1.0 or null is supported"),
+        ({"embedding_multiplier": 12}, "embedding_multiplier is 12"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier is 0.2"),
+        ({"attention_multiplier": 0.1}, "attention_multiplier is 0.1"),
+        ({"logit_scale": 0.0625}, "logit_scale is 0.0625"),
+        ({"swiglu_limit": 7.0}, "swiglu_limit is 7.0"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            'layer_types is "linear_attention": only "full_attention" or "sl',
+        ),
+        (
+            {"architectures": ["LlamaForCausalLM"], "layer_types": ["sliding_attention"]},
+            'is "sliding_attention": only "full_attention"',
+        ),
+        (
+            {"architectures": ["GraniteForCausalLM"], "layer_types": ["mamba"]},
+            'layer_types is "mamba": only "full_attention"',
+        ),
         ({"hidden_size": None}, "value of the wrong type"),
+        ({"layer_types": 3}, "value of the wrong type"),
         ({"num_key_value_heads": 3}, "num_heads is 4, which is not a multiple of num_kv_heads = 3"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope scaling .longrope. lacks .short_factor."),
         ({"rope_parameters": {"rope_type": "proportional"}}, "rope scaling is .proportional.: supported are"),
@@ -155,6 +213,15 @@ def test_configs_we_cannot_run(folder: Path, values: dict[str, Any], words: str)
     change_config(folder, **values)
     with pytest.raises(ModelError, match=words):
         read_spec(folder)
+
+
+def test_options_that_change_nothing_are_read(folder: Path) -> None:
+    expected = read_spec(folder)
+    plain = {"use_qk_norm": False, "is_causal": True, "logits_scaling": 1, "clip_qkv": None, "qk_layernorm": False}
+    change_config(folder, **plain, use_bidirectional_attention=False, layer_types=["full_attention"] * 3)
+    assert read_spec(folder) == expected
+    change_config(folder, architectures=["GraniteForCausalLM"], logits_scaling=8.0)
+    assert read_spec(folder).logit_scale == 1 / 8
 
 
 def test_missing_key_is_named(folder: Path) -> None:
