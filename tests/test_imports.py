@@ -110,6 +110,26 @@ def test_packages_form_layers() -> None:
     assert not left, f"packages that import each other: {left}"
 
 
+def test_nothing_is_unpickled_but_what_a_process_of_ours_wrote_to_a_pipe() -> None:
+    """A pickle runs code, and model files come from anyone."""
+    formats = ("pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing")
+    users = {module for module in MODULES for name in imports(MODULES[module]) if name.partition(".")[0] in formats}
+    assert users == {
+        "paceline.server.body_workers",  # bodies of requests
+        "paceline.engine.cuda.compile_workers",  # kernels to compile
+        "paceline.simulator.compare",  # simulations
+        "paceline.bench.serve",  # the clients of a benchmark
+    }
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called, given = ast.unparse(node.func), {one.arg: ast.unparse(one.value) for one in node.keywords}
+            is_torch = called in ("torch.load", "torch.jit.load", "torch.hub.load", "torch.package.PackageImporter")
+            assert not is_torch or given.get("weights_only") == "True", f"{module}: {called}"
+            assert given.get("allow_pickle", "False") == "False", f"{module}: {called}"
+
+
 def test_no_class_name_is_defined_twice() -> None:
     names = Counter(node.name for path in MODULES.values() for node in nodes(path) if isinstance(node, ast.ClassDef))
     assert not [name for name, count in names.items() if count > 1]
