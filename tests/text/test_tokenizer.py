@@ -229,6 +229,72 @@ def test_word_rules_of_gguf_files_equal_naive_bpe(pre: str, rules: list[str], tm
         assert ours.decode(found) == text
 
 
+def isolated(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+EACH_DIGIT = {"type": "Digits", "individual_digits": True}
+CJK = isolated("[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+")
+# `pre_tokenizer` in tokenizer.json of deepseek-coder-6.7b, c4ai-command-r-v01 and falcon-7b.
+PUBLISHED: dict[str, list[dict[str, Any]]] = {
+    "deepseek-coder": [
+        isolated("[\r\n]"), isolated(r"\s?\p{L}+"), isolated(r"\s?\p{P}+"), CJK, EACH_DIGIT, BYTES,
+    ],
+    "command-r": [EACH_DIGIT, {**BYTES, "use_regex": True}],
+    "falcon": [
+        {"type": "Punctuation", "behavior": "Contiguous"},
+        {**BYTES, "use_regex": True},
+        {"type": "Digits", "individual_digits": False},
+        isolated("[0-9][0-9][0-9]"),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_word_rules_of_gguf_files_equal_the_published_ones(pre: str, tmp_path: Path) -> None:
+    tokens, merges = trained_bpe()
+    ours = load_tokenizer(write_gguf(tmp_path / "t.gguf", "gpt2", tokens, pre=pre, merges=merges))
+    published = json.loads(tokenizers.Tokenizer(models.BPE(dict(zip(tokens, range(700), strict=True)), [])).to_str())
+    published["model"]["merges"] = merges
+    published["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": PUBLISHED[pre]}
+    published["normalizer"] = {"type": "NFC"} if pre == "command-r" else None
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(published))
+    hard = [
+        "price: 12,345.67",
+        "12½3456",
+        "м and мир 999",
+        "x²y",
+        "a\r\nb",
+        "don't!!! stop",
+        "你好 wörld",
+        "e\u0301",
+        "$5+3",
+    ]
+    for text in [*strings(), *hard]:
+        assert ours.encode(text, add_special=False) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_words_of_deepseek_llm_are_cased_letters_marks_and_chinese(tmp_path: Path) -> None:
+    """Checked against sets of characters: the published expression lists them as ranges."""
+    tokens, merges = trained_bpe()
+    path = write_gguf(tmp_path / "t.gguf", "gpt2", tokens, pre="deepseek-llm", merges=merges)
+    core: Any = load_tokenizer(path)._core.pre_tokenizer
+
+    def words(text: str) -> list[str]:
+        return [text[start:end] for _, (start, end) in core.pre_tokenize_str(text)]
+
+    assert words("Hello World, it's 2026!\n你好 мир Ωmega") == [
+        "Hello", " World", ",", " it", "'", "s", " ", "2", "0", "2", "6", "!", "\n", "你好", " мир", " Ω", "mega",
+    ]  # fmt: skip
+    assert words(" Wörld") == [" W", "ö", "rld"]  # the range of marks :-~ includes the letters of ASCII
+    assert words("a  b   ") == ["a", " ", " b", "   "]  # white space at the end is one word
+    for character in "µ\u0370\u052f\U00010400\U0001e943":
+        assert words(f" я{character}я") == [f" я{character}я"]
+    for character in "\u01bb\u02b0\u0294\u0561\u05d0":  # letters without case, or not listed
+        assert words(f"я{character}я") == ["я", character, "я"]
+
+
 def test_qwen_composes_accents_and_others_leave_them(tmp_path: Path) -> None:
     tokens, merges = trained_bpe()
     for pre, composes in (("qwen2", True), ("llama-bpe", False)):
