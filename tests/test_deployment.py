@@ -23,12 +23,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.specifiers import SpecifierSet
 
 from paceline import __version__
 from paceline.cli.environment import warnings
 from paceline.config_file import read_file
 from paceline.server import supervisor
+from paceline.server.routes import ROUTES
+from paceline.server.routing import Access
 from tests.helpers import needs_compiler
 from tests.ports import free_ports
 from tests.test_install import package_files
@@ -381,3 +384,17 @@ def test_the_image_has_a_user_a_volume_for_caches_and_a_compiler() -> None:
     assert [name for name, _ in instructions()].index("USER") > max(
         index for index, (name, _) in enumerate(instructions()) if name == "RUN"
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------- Ray
+
+
+def test_the_documented_wait_for_ray_asks_a_route() -> None:
+    """`serve run` with a file prints no line when the application is ready."""
+    text = (ROOT / "docs" / "scaling.md").read_text()
+    section = text[text.index("## Ray Serve") : text.index("## Kubernetes")]
+    address = yaml.safe_load((DEPLOY / "ray" / "paceline.yaml").read_text())["http_options"]
+    (waited,) = re.findall(r"^until curl -fs http://([^:]+):(\d+)(/\w+); do", section, re.MULTILINE)
+    assert waited[:2] == (address["host"], str(address["port"]))
+    assert waited[2] in {route.path for route in ROUTES if route.access is Access.PUBLIC}
+    assert "is ready at" not in section

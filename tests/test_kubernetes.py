@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from paceline.config import EngineConfig, SchedulerConfig, ServerConfig, public_options
-from paceline.server import supervisor
+from paceline.server import engine_metrics, supervisor
 from paceline.server.metrics import VLLM_NAMES
 from paceline.server.routes import ROUTES
 from paceline.server.routing import Access
 from tests.test_deployment import image_environment
 
 FOLDER = Path(__file__).parent.parent / "deploy" / "kubernetes"
+SCALING = (FOLDER.parent.parent / "docs" / "scaling.md").read_text()
 MANIFESTS = [manifest for path in sorted(FOLDER.glob("*.yaml")) for manifest in yaml.safe_load_all(path.read_text())]
 
 
@@ -94,6 +96,67 @@ def test_the_pool_selects_the_servers_and_names_the_picker() -> None:
     (backend,) = route["rules"][0]["backendRefs"]
     assert manifest(backend["kind"], backend["name"])["apiVersion"] == f"{backend['group']}/v1"
     manifest("Gateway", route["parentRefs"][0]["name"])
+
+
+def test_the_gateway_reaches_the_picker_by_tls() -> None:
+    """The picker serves TLS unless it is told not to, with a certificate that nobody can verify."""
+    given = container("paceline-epp", "epp")["args"]
+    assert not [argument for argument in given if "secure-serving" in argument or "cert-path" in argument]
+    rule = manifest("DestinationRule", "paceline-epp")["spec"]
+    assert rule["host"] == manifest("InferencePool", "paceline")["spec"]["endpointPickerRef"]["name"]
+    assert rule["trafficPolicy"]["tls"] == {"mode": "SIMPLE", "insecureSkipVerify": True}
+    assert manifest("Gateway", "inference-gateway")["spec"]["gatewayClassName"] == "istio"
+
+
+def test_what_happens_without_the_picker_is_chosen_and_explained() -> None:
+    assert manifest("InferencePool", "paceline")["spec"]["endpointPickerRef"]["failureMode"] == "FailOpen"
+    for text in ((FOLDER / "inference-pool.yaml").read_text(), SCALING):
+        assert "FailOpen" in text and "FailClose" in text
+
+
+def test_autoscaling_follows_the_queue_time_of_servers() -> None:
+    scaler = manifest("HorizontalPodAutoscaler", "paceline")["spec"]
+    target = scaler["scaleTargetRef"]
+    deployment = manifest(target["kind"], target["name"])
+    assert "replicas" not in deployment["spec"], "applied again, it would undo the scaling"
+    (metric,) = scaler["metrics"]
+    (rule,) = yaml.safe_load(manifest("ConfigMap", "paceline-prometheus-adapter")["data"]["config.yaml"])["rules"]
+    assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
+    measured = set(re.findall(r"paceline_(\w+)_(?:sum|count)", rule["seriesQuery"] + rule["metricsQuery"]))
+    assert measured == {"request_queue_time_seconds"}
+    assert '"request_queue_time_seconds"' in Path(engine_metrics.__file__).read_text()
+    assert arguments()["metric_names"] in ("paceline", "both")
+
+
+def test_disruptions_take_one_server_at_a_time() -> None:
+    budget = manifest("PodDisruptionBudget", "paceline")["spec"]
+    assert budget["selector"] == manifest("Deployment", "paceline")["spec"]["selector"]
+    assert budget["maxUnavailable"] < manifest("HorizontalPodAutoscaler", "paceline")["spec"]["minReplicas"]
+
+
+def test_every_container_requests_what_it_needs() -> None:
+    for name in ("paceline", "paceline-epp"):
+        for one in manifest("Deployment", name)["spec"]["template"]["spec"]["containers"]:
+            resources = one["resources"]
+            assert set(resources["requests"]) == {"cpu", "memory"} and "memory" in resources["limits"]
+            assert "cpu" not in resources["limits"], "it would delay the scheduler between two forward passes"
+    assert container("paceline", "paceline")["resources"]["limits"]["nvidia.com/gpu"] == "1"
+
+
+def test_models_are_kept_in_a_volume_of_all_servers() -> None:
+    volumes = manifest("Deployment", "paceline")["spec"]["template"]["spec"]["volumes"]
+    (claim,) = [one["persistentVolumeClaim"]["claimName"] for one in volumes if "persistentVolumeClaim" in one]
+    assert manifest("PersistentVolumeClaim", claim)["spec"]["accessModes"] == ["ReadWriteMany"]
+    mounts = {one["name"]: one["mountPath"] for one in container("paceline", "paceline")["volumeMounts"]}
+    assert mounts["models"] == image_environment()["PACELINE_HOME"]
+
+
+def test_the_token_of_the_hub_is_an_optional_secret_that_the_docs_create() -> None:
+    for deployment, name in (("paceline", "paceline"), ("paceline-epp", "renderer")):
+        (token,) = [one for one in container(deployment, name)["env"] if one["name"] == "HF_TOKEN"]
+        secret = token["valueFrom"]["secretKeyRef"]
+        assert secret["optional"] is True
+        assert f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}=" in SCALING
 
 
 def test_only_the_picker_reads_kv_events() -> None:
