@@ -178,6 +178,12 @@ def _adapted_matrices(file: LoraFile, spec: ModelSpec) -> Iterator[tuple[str, Te
                 f"{file.folder} adapts {module}: only linear layers of attention and MLP can be adapted "
                 f"({', '.join(_TARGETS)})."
             )
+        unfused = (module.replace("qkv_proj", "q_proj"), module.replace("gate_up_proj", "gate_proj"))
+        if not adapted and any(f"{name}.weight" in whole for name in unfused):
+            raise ModelError(
+                f"{file.folder} has {module} with B of shape {list(b.shape)}, which is not that of the served model "
+                f"({spec.family}): give an adapter of this model."
+            )
         yield module, a, adapted
 
 

@@ -220,6 +220,14 @@ def test_what_the_config_excludes_or_the_file_lacks_is_left_out(
     assert_equals_merged(tmp_path, remark)
 
 
+def test_a_fused_matrix_of_another_size_is_refused_also_beside_others(tmp_path: Path) -> None:
+    spec = shape("tiny-phi3")
+    own = {"model.layers.0.self_attn.o_proj": (spec.hidden_size, spec.q_size)}
+    write_adapter(tmp_path, {**own, "model.layers.0.self_attn.qkv_proj": (spec.q_size, spec.hidden_size)})
+    with pytest.raises(ModelError, match=r"qkv_proj with B of shape .*, which is not that of the served model"):
+        arrange_adapter(read_adapter(tmp_path), spec, torch.float32)
+
+
 def test_modules_that_the_model_does_not_have_are_left_out(tmp_path: Path) -> None:
     theirs = tiny("llama")
     theirs.save_pretrained(tmp_path / "base")

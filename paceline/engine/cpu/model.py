@@ -71,6 +71,9 @@ class DecoderModel(Protocol):
     def kv_dtype(self) -> torch.dtype: ...
 
     @property
+    def kv_scales(self) -> Tensor | None: ...  # [layers, 2, 1] of an FP8 KV cache, if the checkpoint has some
+
+    @property
     def precision(self) -> str: ...  # of the weights, for humans
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor: ...
@@ -197,7 +200,7 @@ class CpuModel:
     def __init__(self, decoder: Decoder) -> None:
         assert decoder.dtype == torch.float32 and decoder.device.type == "cpu", "made for float32 on the CPU"
         self.spec, self.dtype, self.kv_dtype = decoder.spec, decoder.dtype, decoder.kv_dtype
-        self.precision = decoder.precision
+        self.precision, self.kv_scales = decoder.precision, decoder.kv_scales
         self.whole_spec, self.group = decoder.whole_spec, decoder.group
         self.stages, self.shard = decoder.stages, decoder.shard
         self._embedding = decoder.embedding

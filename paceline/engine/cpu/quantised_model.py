@@ -111,6 +111,7 @@ class NativeAdapter(LoraWeights):
 class QuantisedModel:
     dtype = torch.float32  # of all that is not a matrix
     kv_dtype = torch.bfloat16
+    kv_scales = None
     group = None
     stages = None
     shard = WHOLE_MODEL

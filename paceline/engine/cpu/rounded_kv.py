@@ -26,8 +26,11 @@ def rounding(attend: Attend, scales: Tensor) -> Attend:
 
 
 def calibrated_scales(decoder: DecoderModel, ids: Tensor, attend: Attend) -> Tensor:
-    """The scales that a GPU finds at start, from a pass of the same token ids (engine/cuda/kv_scales.py)."""
+    """The scales that a GPU uses: those of the checkpoint, or from a pass of the same token ids
+    (engine/cuda/kv_scales.py)."""
     spec = decoder.spec
+    if decoder.kv_scales is not None:
+        return decoder.kv_scales.expand(-1, -1, spec.num_kv_heads)
     largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads)
 
     def measure_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:

@@ -93,6 +93,8 @@ def test_scales_of_the_checkpoint_are_used() -> None:
     model.kv_scales = torch.tensor([0.03, 0.4, 1.7, 0.002]).view(2, 2, 1)
     other.kv_scales = model.kv_scales * 3
     wanted = expected("tiny-qwen3", PROMPTS[:1], model.kv_scales.expand(-1, -1, 2))
+    on_cpu = calibrated_scales(model, calibration_ids(model.spec, 8), lambda *_: pytest.fail("not needed"))
+    assert torch.equal(on_cpu, model.kv_scales.expand(-1, -1, 2))
     llm, device = on_kernels("tiny-qwen3", model=model, fp8_kv=True)
     with llm:
         device.warm_up()
