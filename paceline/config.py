@@ -906,6 +906,11 @@ class ServerConfig(ReplicaConfig):
         "return the reasoning of a model in reasoning_content, not in content (vLLM, SGLang: reasoning_parser); a "
         "request can override it",
     )
+    allow_control_tokens: bool = option(
+        False,
+        "a control token that a message spells, such as <|im_end|>, is that token; otherwise it is text, except "
+        "where the chat template itself searches for it, such as </think>. Prompts without a template are not affected",
+    )
 
     role: str = option(
         "both",

@@ -208,13 +208,14 @@ class LLM:
         progress: bool = True,
         separate_reasoning: bool = True,
         lora: str | Sequence[str] = "",
+        allow_control_tokens: bool = False,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generates the next assistant message of one conversation or of many; returns one output per conversation.
 
         The reasoning of a thinking model is in `reasoning_content`, and a grammar applies to the answer alone; with
         `separate_reasoning=False` it stays in `text`. `template_options` are passed to the chat template of the model,
-        such as `enable_thinking=False`.
+        such as `enable_thinking=False`. A control token that a message spells is text, unless `allow_control_tokens`.
         """
         tokenizer = self.engine.tokenizer
         listed = _as_list("messages", messages, "a list of messages, or a list of such lists")
@@ -222,11 +223,13 @@ class LLM:
         texts, prompts = [], []
         for index, one in enumerate(listed if many else [listed]):
             try:
-                texts.append(tokenizer.render_chat(one, **template_options))
-                prompts.append(tokenizer.encode(texts[-1], add_special=False))
+                rendered = tokenizer.render_chat(one, allow_control_tokens=allow_control_tokens, **template_options)
+                texts.append(rendered.text)
+                prompts.append(tokenizer.encode_rendered(rendered))
             except InvalidRequest as error:
                 raise InvalidRequest(f"conversation {index}: {error}" if many else str(error)) from None
-        markers = reasoning_markers_of(tokenizer.chat.source) if separate_reasoning and tokenizer.chat else None
+        chat = tokenizer.chat_for(template_options.get("tools"))
+        markers = reasoning_markers_of(chat.source) if separate_reasoning and chat else None
         if markers is None:
             return self.generate(prompts, params, progress, lora)
         each = _each_params(params, len(prompts))

@@ -116,11 +116,11 @@ class _Conversation:
         output = _Output()
         try:
             tokenizer = self._engine.tokenizer
-            prompt, params = tokenizer.render_chat([*self._before, *messages]), self._params
+            rendered, params = tokenizer.render_chat([*self._before, *messages]), self._params
             if self._markers is not None:
-                output.parser = self._markers.parser(prompt)
-                params = self._markers.sampling_params(params, prompt, tokenizer)
-            encoded = tokenizer.encode(prompt, add_special=False)
+                output.parser = self._markers.parser(rendered.text)
+                params = self._markers.sampling_params(params, rendered.text, tokenizer)
+            encoded = tokenizer.encode_rendered(rendered)
             with stream(self._engine, encoded, params, self._adapter) as deltas:
                 for delta in deltas:
                     output.push(delta.text)

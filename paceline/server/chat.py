@@ -20,7 +20,7 @@ from paceline.engine.output import OutputDelta
 from paceline.request import MAX_LOGPROBS, Grammar, as_tokens
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
-from paceline.server.prompts import check_messages, encode_prediction, encode_rendered
+from paceline.server.prompts import check_messages, encode_prediction, encode_rendered, render_chat
 from paceline.server.reasoning import ReasoningSetup
 from paceline.server.request_types import ChatRequest, FunctionName, ToolChoice
 from paceline.server.response import (
@@ -54,7 +54,7 @@ from paceline.text.output_parser import OutputEvent, Reasoning, output_parser
 from paceline.text.reasoning import ReasoningCounter
 from paceline.text.tokenizer import Tokenizer
 from paceline.text.tool_calls import HERMES
-from paceline.text.tools import call_grammar, can_call, describe, make_call_id, markers, style_of
+from paceline.text.tools import call_grammar, can_call, make_call_id, markers, style_of
 
 OutputPart = Reasoning | Content | FunctionCall
 
@@ -70,12 +70,11 @@ class ChatBuilder(ResponseBuilder):
         tokenizer = context.tokenizer
         self.request = request
         self.id, self.created = make_response_id(self.id_prefix), unix_time()
-        tools, reasoning = _ToolSetup.of(request, tokenizer), ReasoningSetup.of(context, request)
+        tools = _ToolSetup.of(request, tokenizer)
+        reasoning = ReasoningSetup.of(context, request, tokenizer.chat_for(tools.shown))
         messages = check_messages(request.messages, context)
-        variables = {**reasoning.variables, **({"tools": tools.shown} if tools.shown else {})}
-        if tokenizer.chat is not None and "tools" not in tokenizer.chat.source:
-            messages, variables = describe(messages, tools.shown, tokenizer.chat.source), reasoning.variables
-        prompt = tokenizer.render_chat(messages, **variables)
+        rendered = render_chat(messages, context, tools=tools.shown, **reasoning.variables)
+        prompt = rendered.text
         overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
         grammar = request.grammar()
         if tools.grammar is not None:
@@ -93,7 +92,7 @@ class ChatBuilder(ResponseBuilder):
         if any(tokenizer.token_id(text) in tokenizer.special_ids for text in parsed):
             overrides["skip_special_tokens"] = False  # the parser needs them
         params = request.sampling_params(_max_tokens(request), **overrides)
-        tokens = as_tokens(encode_rendered(prompt, context))
+        tokens = as_tokens(encode_rendered(rendered, context))
         predicted = as_tokens(encode_prediction(request.prediction, context))
         request.messages, request.tools, request.prediction = [], None, None  # the jobs have them
         each = params.each_choice()
@@ -271,7 +270,8 @@ class _ToolSetup:
                     param="tools",
                     code="invalid_value",
                 )
-        style = style_of("" if tokenizer.chat is None else tokenizer.chat.source)
+        chat = tokenizer.chat_for(tools)
+        style = style_of("" if chat is None else chat.source)
         for index, tool in enumerate(tools):
             if not can_call(style, tool.function.name):
                 raise ApiError(

@@ -10,6 +10,7 @@ from paceline.server.errors import ApiError
 from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS
 from paceline.server.request_types import Prediction
 from paceline.server.state import RequestContext
+from paceline.text.control_tokens import RenderedChat
 from paceline.text.tokenizer import TooManyTokens
 
 Prompt = str | list[int]
@@ -73,11 +74,17 @@ def encode_prompt(prompt: Prompt, context: RequestContext, path: str) -> list[in
     return ids
 
 
-def encode_rendered(text: str, context: RequestContext) -> list[int]:
-    """The token ids of a conversation that the chat template has rendered."""
+def render_chat(messages: list[dict[str, Any]], context: RequestContext, **options: Any) -> RenderedChat:
+    """The conversation as the chat template writes it; `options` as in `Tokenizer.render_chat`."""
+    allow = context.config.allow_control_tokens
+    return context.tokenizer.render_chat(messages, allow_control_tokens=allow, **options)
+
+
+def encode_rendered(rendered: RenderedChat, context: RequestContext) -> list[int]:
+    """The token ids of a rendered conversation."""
     limit = context.model.max_tokens
     try:
-        return context.tokenizer.encode(text, add_special=False, limit=limit)
+        return context.tokenizer.encode_rendered(rendered, limit=limit)
     except TooManyTokens:
         raise too_long("messages", f"more than {limit}", limit, "messages") from None
 

@@ -10,7 +10,7 @@ from paceline.server.errors import ApiError
 from paceline.server.fields import short
 from paceline.server.request_types import ChatRequest
 from paceline.server.state import RequestContext
-from paceline.text.chat import RESERVED_VARIABLES
+from paceline.text.chat import RESERVED_VARIABLES, ChatTemplate
 from paceline.text.output_parser import reasoning_markers_of
 from paceline.text.reasoning import ReasoningMarkers
 
@@ -33,9 +33,10 @@ class ReasoningSetup:
     is_separate: bool
 
     @classmethod
-    def of(cls, context: RequestContext, request: ChatRequest) -> ReasoningSetup:
-        chat, separate = context.tokenizer.chat, request.separate_reasoning
-        markers, known = None if chat is None else reasoning_markers_of(chat.source), template_variables(context)
+    def of(cls, context: RequestContext, request: ChatRequest, chat: ChatTemplate | None) -> ReasoningSetup:
+        separate = request.separate_reasoning
+        markers = None if chat is None else reasoning_markers_of(chat.source)
+        known = frozenset() if chat is None else chat.variables
         variables = _effort_variables(request, known, markers) | _template_variables(request, known, markers)
         return cls(variables, markers, context.config.separate_reasoning if separate is None else separate)
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -23,6 +24,23 @@ from paceline.request import InvalidRequest, short
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _HARMONY = "<|channel|>"  # in the template of gpt-oss
+_LIST = re.compile(r"""['"](?:type|text)['"]""")  # parts as Python or JSON write them
+# What a conversation needs before and after a message of a role.
+_AROUND: Mapping[str, tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]] = {
+    "system": ((), ({"role": "user", "content": "a"},)),
+    "assistant": (({"role": "user", "content": "a"},), ({"role": "user", "content": "a"},)),
+    "tool": (
+        (
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {}}}],
+            },
+        ),
+        (),
+    ),
+}
 _WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
 
 # Variables that `render` sets itself.
@@ -50,6 +68,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now) -> None:
         self.source, self._now = source, now
+        self._joining: dict[str, bool] = {}  # by role
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(
@@ -61,15 +80,25 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The text of a conversation. `variables` are passed to the template (such as enable_thinking)."""
-        checked = check_messages(messages)
+        checked = [self._with_content(message) for message in check_messages(messages)]
         if _HARMONY in self.source:
             checked = [_with_thinking(message) for message in checked]
             tools = None if tools is None else [_with_description(tool) for tool in tools]
+        return self._render(checked, add_generation_prompt=add_generation_prompt, tools=tools, **variables)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         budget = _StepBudget()
         names = {
             **variables,
             **self._tokens,
-            "messages": checked,
+            "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
             "_step": budget.step,
@@ -91,6 +120,31 @@ class ChatTemplate:
                 "check the messages, or choose another template."
             ) from None
         return "".join(pieces)
+
+    @cached_property
+    def searched(self) -> frozenset[str]:
+        """The texts that the template searches for in other texts, such as </think>."""
+        return _searched_texts(self._parse(_environment(self._now)))
+
+    def _with_content(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message with its text parts as one string, unless the template joins them itself."""
+        content = message["content"]
+        if isinstance(content, str) or self._joins_parts(message["role"]):
+            return message
+        return {**message, "content": text_of(content)}
+
+    def _joins_parts(self, role: str) -> bool:
+        """Whether the template writes the text of each part, and does not take the list for a string."""
+        if role not in self._joining:
+            first, last = "\ufdd0", "\ufdd1"
+            probed = {"role": role, "content": [{"type": "text", "text": text} for text in (first, last)]}
+            self._joining[role] = False  # while it is rendered
+            before, after = _AROUND.get(role, ((), ()))
+            with suppress(ChatTemplateError):
+                text = self._render([*before, probed, *after])
+                begin, end = text.find(first), text.find(last)
+                self._joining[role] = 0 <= begin < end and not _LIST.search(text)
+        return self._joining[role]
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -124,7 +178,7 @@ def _cannot_compile(error: Exception) -> ChatTemplateError:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages as templates expect them, with `content` as one string. Raises InvalidRequest if they are not
+    """The messages, with a `content` that is a string or a list of text parts. Raises InvalidRequest if they are not
     valid."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest(f"messages is {short(messages)}: give a list of at least one message.")
@@ -147,7 +201,12 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise InvalidRequest(f"{where}.content is {short(content)}: give a string or a list of text parts.")
     texts = [_part_text(f"{where}.content[{index}]", part) for index, part in enumerate(content)]
-    return {**message, "content": "".join(texts)}
+    return {**message, "content": [{"type": "text", "text": text} for text in texts] or ""}
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """A content as one string."""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +233,44 @@ def _part_text(where: str, part: Any) -> str:
     if not isinstance(text, str):
         raise InvalidRequest(f"{where}.text is {short(text)}: give a string.")
     return text
+
+
+_SEARCHING_METHODS = frozenset(
+    ("split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "count", "replace",
+     "startswith", "endswith", "removeprefix", "removesuffix")
+)  # fmt: skip
+
+
+def _searched_texts(template: nodes.Template) -> frozenset[str]:
+    """The constants that a template searches for: `'</think>' in content`, `content.split('</think>')`, also by a name
+    that the template gives them."""
+    found: set[str] = set()
+    constants: dict[str, list[nodes.Node]] = {}
+    for assign in template.find_all(nodes.Assign):
+        if isinstance(assign.target, nodes.Name):
+            constants.setdefault(assign.target.name, []).append(assign.node)
+    for node in _searched(template):
+        for one in constants.get(node.name, ()) if isinstance(node, nodes.Name) else (node,):
+            found.update(const.value for const in _and_children(one) if isinstance(const.value, str))
+    return frozenset(found - {""})
+
+
+def _searched(template: nodes.Template) -> Iterator[nodes.Node]:
+    for compare in template.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in compare.ops):
+            yield compare.expr
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _SEARCHING_METHODS:
+            yield from call.args[:1]
+    for applied in template.find_all(nodes.Filter):
+        if applied.name == "replace":
+            yield from applied.args[:1]
+
+
+def _and_children(node: nodes.Node) -> Iterator[nodes.Const]:
+    if isinstance(node, nodes.Const):
+        yield node
+    yield from node.find_all(nodes.Const)
 
 
 class _StepBudget:

@@ -57,12 +57,14 @@ def _folder_tokenizer(folder: Path) -> Tokenizer:
     prefix = core.encode("", add_special_tokens=True).ids
     if bos is None and prefix:
         bos = prefix[0]
+    templates = _chat_templates(folder, config)
     return Tokenizer(
         core,
         eos_ids={*token_ids(generation.get("eos_token_id")), *(() if eos is None else (eos,))},
         bos_id=bos,
         add_bos=bool(config.get("add_bos_token", bool(prefix) and prefix[0] == bos)),
-        chat_template=_chat_template(folder, config),
+        chat_template=templates.get("default"),
+        tool_template=templates.get("tool_use"),
         eos_id=eos,
     )
 
@@ -72,15 +74,17 @@ def _token_id(core: tokenizers.Tokenizer, token: Any) -> int | None:
     return core.token_to_id(text) if isinstance(text, str) else None
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {item.get("name"): item.get("template") for item in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a folder by name: most have `default` alone."""
+    given = config.get("chat_template")
+    found = (
+        {item.get("name"): item.get("template") for item in given} if isinstance(given, list) else {"default": given}
+    )
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    found |= {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    return {name: template for name, template in found.items() if isinstance(template, str)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

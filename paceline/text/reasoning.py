@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from paceline.request import SamplingParams
 
-if TYPE_CHECKING:
-    from paceline.text.tokenizer import Tokenizer
+
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    def token_id(self, token: str) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ class ReasoningMarkers:
             return None
         return "" if self.opened_by(prompt) else self.opening, self.closing
 
-    def sampling_params(self, params: SamplingParams, prompt: str, tokenizer: Tokenizer) -> SamplingParams:
+    def sampling_params(self, params: SamplingParams, prompt: str, tokenizer: Vocabulary) -> SamplingParams:
         """`params` for an output that continues `prompt` and is parsed: markers are part of its text, and a grammar
         constrains the answer alone."""
         if any(tokenizer.token_id(marker) in tokenizer.special_ids for marker in self.texts):

@@ -17,14 +17,17 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
 from paceline.model.spec import ModelError
 from paceline.request import InvalidRequest
-from paceline.text.chat import ChatTemplate
+from paceline.text.chat import ChatTemplate, check_messages
+from paceline.text.control_tokens import ControlTokens, RenderedChat, render_as_text
 from paceline.text.positional import PositionalDecoder
+from paceline.text.tools import describe
 
 _CHARACTERS_PER_TOKEN = 8  # no ordinary text has more; runs of spaces do
 _PIECE_CHARACTERS = 65_536
@@ -79,9 +82,11 @@ class Tokenizer:
         bos_id: int | None = None,
         add_bos: bool = False,
         chat_template: str | None = None,
+        tool_template: str | None = None,
         eos_id: int | None = None,
     ) -> None:
-        """All of `eos_ids` end an output; `eos_id` is the one that templates call eos_token."""
+        """All of `eos_ids` end an output; `eos_id` is the one that templates call eos_token. `tool_template` is for
+        conversations with tools, if the model has another one for them."""
         self._core = core
         self._core_without_special: tokenizers.Tokenizer | None = None  # made on first use
         self._bytes = _TokenBytes(self._compute_bytes)
@@ -93,18 +98,21 @@ class Tokenizer:
             self.positional = PositionalDecoder(decode, lambda index: core.id_to_token(index) if index >= 0 else None)
         added = core.get_added_tokens_decoder()
         self._added_ids = frozenset(added)
-        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = max(core.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
         self.add_bos = add_bos and bos_id is not None
-        self.chat: ChatTemplate | None = None
-        if chat_template:
-            self.chat = ChatTemplate(
-                chat_template,
-                bos_token=self._text_of(bos_id),
-                eos_token=self._text_of(min(self.eos_ids, default=None) if eos_id is None else eos_id),
-            )
+        tokens = {
+            "bos_token": self._text_of(bos_id),
+            "eos_token": self._text_of(min(self.eos_ids, default=None) if eos_id is None else eos_id),
+        }
+        self.chat = ChatTemplate(chat_template, **tokens) if chat_template else None
+        self._tool_chat = ChatTemplate(tool_template, **tokens) if tool_template else None
+
+    def chat_for(self, tools: object) -> ChatTemplate | None:
+        """The chat template of a conversation with these tools."""
+        return self._tool_chat or self.chat if tools else self.chat
 
     def encode(
         self, text: str, *, add_special: bool = True, allow_special: bool = True, limit: int | None = None
@@ -116,9 +124,7 @@ class Tokenizer:
         is encoded. Other threads run meanwhile."""
         _check_text(text)
         core = self._core if allow_special else self._without_special()
-        if limit is not None and len(text) > _CHARACTERS_PER_TOKEN * limit:
-            _check_count(core, text, limit)
-        ids: list[int] = _encoded(core, text).ids
+        ids = _limited(core, text, limit)
         return [self.bos_id, *ids] if add_special and self.add_bos and self.bos_id is not None else ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
@@ -133,14 +139,55 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None, **options: Any
     ) -> list[int]:
-        """The ids of a conversation, ready for generation; `limit` as in `encode`, `options` as in
-        `ChatTemplate.render`."""
-        return self.encode(self.render_chat(messages, **options), add_special=False, limit=limit)
+        """The ids of a conversation, ready for generation; `limit` as in `encode`, `options` as in `render_chat`."""
+        return self.encode_rendered(self.render_chat(messages, **options), limit=limit)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        if self.chat is None:
+    def encode_rendered(
+        self, rendered: RenderedChat, *, add_special: bool = False, limit: int | None = None
+    ) -> list[int]:
+        """The ids of what `render_chat` returns; other arguments as in `encode`."""
+        if not rendered.mark:
+            return self.encode(rendered.text, add_special=add_special, limit=limit)
+        _check_text(rendered.marked)
+        return self._control_tokens.encode(rendered, lambda core, text: _limited(core, text, limit))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        allow_control_tokens: bool = False,
+        **options: Any,
+    ) -> RenderedChat:
+        """The text of a conversation; `options` as in `ChatTemplate.render`. A control token that a message spells is
+        text, unless `allow_control_tokens`."""
+        chat = self.chat_for(tools)
+        if chat is None:
             raise InvalidRequest("messages are given, but this model has no chat template: send a prompt instead.")
-        return self.chat.render(messages, **options)
+        source, knows_tools = chat.source, "tools" in chat.source
+
+        def render(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+            if knows_tools:
+                return chat.render(messages, **options)
+            others = {name: value for name, value in options.items() if name != "tools"}
+            try:
+                described = describe(messages, options["tools"], source)
+            except (KeyError, TypeError):
+                raise InvalidRequest(
+                    "messages have tool_calls of another form: give each a function with name and arguments."
+                ) from None
+            return chat.render(described, **others)
+
+        checked, options = check_messages(messages), {**options, "tools": tools or None}
+        if allow_control_tokens:
+            return RenderedChat(render(checked, options))
+        return render_as_text(self._control_tokens, render, checked, options)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        chats = [chat for chat in (self.chat, self._tool_chat) if chat is not None]
+        searched = frozenset().union(*(chat.searched for chat in chats))
+        return ControlTokens(self._core, "\n".join(chat.source for chat in chats), searched, self.eos_ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, at_start: bool = True) -> str:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD. `at_start`: the ids begin a text, so the space that
@@ -245,6 +292,13 @@ def _check_text(text: str) -> None:
         raise InvalidRequest(
             f"text has a lone surrogate {text[error.start]!r} at character {error.start}: send valid Unicode."
         ) from None
+
+
+def _limited(core: tokenizers.Tokenizer, text: str, limit: int | None) -> list[int]:
+    if limit is not None and len(text) > _CHARACTERS_PER_TOKEN * limit:
+        _check_count(core, text, limit)
+    ids: list[int] = _encoded(core, text).ids
+    return ids
 
 
 def _encoded(core: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:

@@ -23,6 +23,7 @@ from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
 from paceline.text.call_syntax import CLOSE, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
+from paceline.text.chat import text_of
 from paceline.text.harmony import TOKENS, call_header, is_harmony
 from paceline.text.json_schema import closed, with_options
 from paceline.text.tool_calls import (
@@ -55,6 +56,9 @@ For each call, answer with a JSON object of its name and arguments within <tool_
 
 _NO_SYSTEM = "System role not supported"  # what the templates of Gemma 1 and 2 say
 
+# Functionary 3.1 and 3.2, Firefunction
+_OTHER_STYLES = ("'<function=' +", "'>>>", "functools[")
+
 
 def style_of(template: str) -> str:
     """The style of a chat template. Raises InvalidRequest if it supports tools in an unknown style."""
@@ -70,7 +74,8 @@ def style_of(template: str) -> str:
         return GRANITE
     if CALLS in template:
         return MISTRAL_ARGS if ARGS in template else MISTRAL
-    if OPEN not in template and ('"parameters"' in template or PYTHON in template):
+    is_other = any(text in template for text in _OTHER_STYLES)
+    if OPEN not in template and not is_other and ('"parameters"' in template or PYTHON in template):
         return LLAMA
     raise InvalidRequest("tools are given, but this model writes tool calls in an unknown style: leave `tools` out.")
 
@@ -81,7 +86,7 @@ def describe(
     """Messages for a template without support for tools: tools, calls and their results become ordinary text."""
     described: list[dict[str, Any]] = []
     for index, message in enumerate(messages):
-        content = message.get("content") or ""
+        content = text_of(message.get("content") or "")
         if message["role"] == "tool":
             text = f"<tool_response>\n{content}\n</tool_response>"
             if index and messages[index - 1]["role"] == "tool":  # one turn: some templates insist on alternating roles
@@ -101,9 +106,9 @@ def describe(
     if tools:
         text = _INTRODUCTION.format(tools="\n".join(json.dumps(tool) for tool in tools))
         if described and described[0]["role"] == "system":
-            described[0]["content"] = f"{described[0]['content']}\n\n{text}"
+            described[0]["content"] = f"{text_of(described[0]['content'])}\n\n{text}"
         elif described and described[0]["role"] == "user" and _NO_SYSTEM in template:
-            described[0]["content"] = f"{text}\n\n{described[0]['content']}"
+            described[0]["content"] = f"{text}\n\n{text_of(described[0]['content'])}"
         else:
             described.insert(0, {"role": "system", "content": text})
     return described

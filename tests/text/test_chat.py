@@ -95,9 +95,40 @@ def test_invalid_messages_are_refused_with_field_and_remedy(messages: Any, words
         ChatTemplate(TEMPLATES["chatml"]).render(messages)
 
 
-def test_text_parts_become_one_string() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert check_messages([{"role": "user", "content": parts}])[0]["content"] == "ab"
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{% for m in messages %}[{{ m.content }}]{% endfor %}", "[ab]"),
+        ("{% for m in messages %}[{{ m['content'] | trim + '!' }}]{% endfor %}", "[ab!]"),
+        (
+            "{% for m in messages %}{% if m.content is string %}[{{ m.content }}]{% else %}{% for part in m.content %}"
+            "<{{ part.text }}>{% endfor %}{% endif %}{% endfor %}",
+            "<a><b>",
+        ),
+        ("{% for m in messages %}{{ m.content | map(attribute='text') | join('\n') }}{% endfor %}", "a\nb"),
+        ("{% for m in messages %}{% if m.content is not string %}{{ raise_exception('no') }}{% endif %}"
+         "{{ m.content }}{% endfor %}", "ab"),
+        ("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", '"ab"'),
+    ],
+)  # fmt: skip
+def test_text_parts_are_joined_by_the_template_if_it_can(source: str, text: str) -> None:
+    assert ChatTemplate(source).render([{"role": "user", "content": PARTS}]) == text
+
+
+def test_a_template_may_join_parts_of_some_roles_only() -> None:
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}<{{ part.text }}>{% endfor %}"
+        "{% else %}{{ m.role + ':' + m.content }}{% endif %}{% endfor %}"
+    )
+    roles = ("system", "user", "assistant", "tool")
+    found = ChatTemplate(source).render([{"role": role, "content": PARTS} for role in roles])
+    assert found == "system:ab<a><b>assistant:abtool:ab"
+
+
+def test_an_assistant_message_with_calls_needs_no_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     assert check_messages([call])[0]["content"] == ""
     assert call["content"] is None  # the caller's message is not touched

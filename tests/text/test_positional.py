@@ -116,7 +116,7 @@ def test_text_is_encoded_and_streamed_back(name: str) -> None:
 def test_special_tokens_have_no_space_in_a_chat_template() -> None:
     core, _ = made("WordPiece")
     ours = Tokenizer(core, eos_ids=(1,), chat_template="{{ messages[0].content }}{{ eos_token }}")
-    assert ours.render_chat([{"role": "user", "content": "hi"}]) == "hi[EOS]"
+    assert ours.render_chat([{"role": "user", "content": "hi"}]).text == "hi[EOS]"
 
 
 def test_text_is_held_back_only_where_the_next_token_matters() -> None:

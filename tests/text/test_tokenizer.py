@@ -127,7 +127,7 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(smollm2: Tokenizer) -> None
 
 
 def test_smollm2_chat(smollm2: Tokenizer) -> None:
-    text = smollm2.render_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+    text = smollm2.render_chat([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]).text
     assert text == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     ids = smollm2.encode_chat([{"role": "user", "content": "Hi"}])
     assert ids[0] == 1
@@ -505,9 +505,9 @@ def test_folder_tokenizer_equals_transformers(tmp_path: Path) -> None:
     for text in strings(300):
         assert ours.encode(text) == theirs.encode(text)
     messages = [{"role": "user", "content": "Hé <b>"}, {"role": "assistant", "content": "ok"}]
-    assert ours.render_chat(messages) == theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.render_chat(messages).text == theirs.apply_chat_template(messages, tokenize=False)
     (folder / "chat_template.jinja").write_text("a file wins")
-    assert load_tokenizer(folder).render_chat(messages) == "a file wins"
+    assert load_tokenizer(folder).render_chat(messages).text == "a file wins"
 
 
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
@@ -553,7 +553,7 @@ def test_synthetic_tokenizer_fits_every_named_shape() -> None:
         assert all(ours.token_bytes(index) for index in range(0, size, 997))
     with pytest.raises(ModelError, match=r"tokens and the model only 300"):
         ours.check_fits(300)
-    assert ours.render_chat([{"role": "user", "content": "Hi"}]).endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
+    assert ours.render_chat([{"role": "user", "content": "Hi"}]).text.endswith("Hi<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_synthetic_tokenizer_needs_an_id_for_every_byte(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from paceline.request import InvalidRequest
 from paceline.server.apis.dialects import is_anthropic
 from paceline.server.errors import ApiError
 from paceline.server.limits import MAX_DETOKENIZE_TOKENS, MAX_TOKENIZE_CHARACTERS
-from paceline.server.prompts import check_messages
+from paceline.server.prompts import check_messages, render_chat
 from paceline.server.request_types import DetokenizeRequest, TokenizeRequest
 from paceline.server.response_types import (
     AnthropicModel,
@@ -23,6 +23,7 @@ from paceline.server.response_types import (
 )
 from paceline.server.routing import Call, json_response
 from paceline.server.state import RequestContext, ServerState
+from paceline.text.control_tokens import RenderedChat
 
 
 async def _model_cards(state: ServerState) -> list[ModelCard]:
@@ -59,16 +60,17 @@ def prepare_tokenize(context: RequestContext, body: TokenizeRequest) -> bytes:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError("Exactly one of `prompt` and `messages` is required.", param="prompt")
     tokenizer, add_special = context.tokenizer, body.add_special_tokens
-    text = body.prompt or ""
+    rendered = RenderedChat(body.prompt or "")
     if body.messages is not None:
-        text, add_special = tokenizer.render_chat(check_messages(body.messages, context)), False
+        rendered, add_special = render_chat(check_messages(body.messages, context), context), False
+    text = rendered.text
     if len(text) > MAX_TOKENIZE_CHARACTERS:
         raise ApiError(
             f"The text has {len(text)} characters: give at most {MAX_TOKENIZE_CHARACTERS}.",
             param="prompt" if body.messages is None else "messages",
             code="invalid_value",
         )
-    tokens = tokenizer.encode(text, add_special=add_special)
+    tokens = tokenizer.encode_rendered(rendered, add_special=add_special)
     return msgspec.json.encode(TokenizeResponse(len(tokens), context.model.max_tokens, tokens))
 
 
