@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
-from paceline.text.call_syntax import CLOSE, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
+from paceline.text.call_syntax import CLOSE, FUNCTION, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
 from paceline.text.chat import text_of
 from paceline.text.harmony import TOKENS, call_header, is_harmony
 from paceline.text.json_schema import closed, with_options
@@ -56,8 +56,7 @@ For each call, answer with a JSON object of its name and arguments within <tool_
 
 _NO_SYSTEM = "System role not supported"  # what the templates of Gemma 1 and 2 say
 
-# Functionary 3.1 and 3.2, Firefunction
-_OTHER_STYLES = ("'<function=' +", "'>>>", "functools[")
+_LLAMA_CALL = '"parameters": dictionary'  # as its templates explain a call
 
 
 def style_of(template: str) -> str:
@@ -69,13 +68,13 @@ def style_of(template: str) -> str:
     if OPEN in template and GRANITE_CALLS not in template:
         if KEY in template:
             return GLM
-        return QWEN_XML if "<function=" in template else HERMES
+        return QWEN_XML if FUNCTION in template else HERMES
     if GRANITE_CALLS in template:
         return GRANITE
     if CALLS in template:
         return MISTRAL_ARGS if ARGS in template else MISTRAL
-    is_other = any(text in template for text in _OTHER_STYLES)
-    if OPEN not in template and not is_other and ('"parameters"' in template or PYTHON in template):
+    is_functionary = FUNCTION in template or ">>>" in template  # for a part of the calls it also has <|python_tag|>
+    if OPEN not in template and not is_functionary and (_LLAMA_CALL in template or PYTHON in template):
         return LLAMA
     raise InvalidRequest("tools are given, but this model writes tool calls in an unknown style: leave `tools` out.")
 

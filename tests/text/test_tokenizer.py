@@ -510,6 +510,21 @@ def test_folder_tokenizer_equals_transformers(tmp_path: Path) -> None:
     assert load_tokenizer(folder).render_chat(messages).text == "a file wins"
 
 
+TEMPLATES = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_the_tool_template_is_used_when_tools_are_given(tmp_path: Path, in_files: bool) -> None:
+    folder = saved_folder(tmp_path, template_adds_bos=True, chat_template=None if in_files else TEMPLATES)
+    if in_files:  # as newer versions of transformers save them
+        (folder / "chat_template.jinja").write_text("plain")
+        (folder / "additional_chat_templates").mkdir()
+        (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ tools[0].name }}")
+    ours, messages = load_tokenizer(folder), [{"role": "user", "content": "x"}]
+    assert ours.render_chat(messages, tools=[{"name": "f"}]).text == "f"
+    assert ours.render_chat(messages, tools=[]).text == ours.render_chat(messages).text == "plain"
+
+
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer.json"):
         load_tokenizer(tmp_path)

@@ -27,8 +27,22 @@ def test_style_is_recognised_from_the_template() -> None:
     assert style_of("{% if tools %}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}{% endif %}") == MISTRAL_ARGS
     assert style_of("{% if tools %}<tool_call>{{ name }}\n<arg_key>{{ k }}</arg_key>{% endif %}") == GLM
     assert style_of("{% if tools %}Answer with <|tool_call|> and a JSON list{% endif %}") == GRANITE
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools %}<|tool_calls_begin|>{% endif %}",
+        # Functionary 3.1 and 3.2: they mention <|python_tag|> or parameters as Llama does
+        "{% for t in tools %}{{ '<|python_tag|>' }}{{ '<function=' + t.name + '>' }}{% endfor %}",
+        "{% for t in tools %}{{ '<|python_tag|>' }}{{ '>>>' + t.name }}{% endfor %}",
+        '{% for t in tools %}functools[{{ t.name }}, "parameters"]{% endfor %}',  # Firefunction
+        "{% for t in tools %}<|START_ACTION|>{{ t['parameters'] }}, \"parameters\"]{% endfor %}",  # Command R7B
+    ],
+)
+def test_tools_for_a_model_with_another_style_are_refused(template: str) -> None:
     with pytest.raises(InvalidRequest, match="an unknown style"):
-        style_of("{% if tools %}<|tool_calls_begin|>{% endif %}")
+        style_of(template)
 
 
 def test_tools_are_described_to_a_template_without_support_for_them() -> None:
