@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Thread
@@ -76,6 +76,7 @@ from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import DRAFT_DEPTHS
 from paceline.text.load import load_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer
+from paceline.text.template_trial import TemplateTrial
 from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -205,11 +206,14 @@ def build_engine(
             else:
                 tokenizer = synthetic_tokenizer(spec.vocab_size) if path is None else load_tokenizer(path)
             tokenizer.check_fits(spec.vocab_size)
+            # It runs while the weights are loaded.
+            trial = stack.enter_context(closing(TemplateTrial([] if path is None else tokenizer.templates)))
             fast = load_model(path, spec, seed, config, device, context, progress, group, stages)
             fast_drafter = None
             if draft is not None:
                 check_tokenizer(draft, tokenizer)
                 fast_drafter = load_model(draft.path, draft.spec, seed, draft_config, device, context)
+            trial.check()
         engine = assemble(
             fast,
             tokenizer,

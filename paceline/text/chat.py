@@ -1,26 +1,32 @@
 """Chat templates: turn a conversation into the text format a model was trained on.
 
-A template is a program from a model file, so it runs in a sandbox that limits its loops and its output: a template that
-fails or never ends is an error of its own request only.
+A template is a program from a model file, so it runs in a sandbox (`template_sandbox.py`): a template that fails or
+never ends is an error of its own request only.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
-from jinja2.ext import Extension, LoopControlExtension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from paceline.request import InvalidRequest, short
+from paceline.text.template_sandbox import (
+    LIMIT_NAMES,
+    LimitExceeded,
+    LimitInserter,
+    Limits,
+    TemplateEnvironment,
+    TemplateRefusal,
+    limit_names,
+    weight,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _HARMONY = "<|channel|>"  # in the template of gpt-oss
@@ -41,26 +47,23 @@ _AROUND: Mapping[str, tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, A
         (),
     ),
 }
-_WIDE = re.compile(r"\d{4}|\*")  # a field of a thousand characters, or of a computed width
 
 # Variables that `render` sets itself.
 RESERVED_VARIABLES = frozenset(
-    ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token", "_step", "_join")
+    ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token", *LIMIT_NAMES)
 )
-MAX_STEPS = 200_000  # loop iterations and macro calls per rendering
-MAX_CHARACTERS = 64_000_000  # of the rendered text and of every intermediate string
 
 
 class ChatTemplateError(InvalidRequest):
     """The template refuses the conversation, or the template fails."""
 
 
-class _LimitExceeded(Exception):
-    """A template exceeds MAX_STEPS or MAX_CHARACTERS, or uses an operator that would."""
+class ChatTemplateLimitError(ChatTemplateError):
+    """The template exceeds a limit."""
 
-
-class _TemplateRefusal(Exception):
-    """Raised by a template's own raise_exception(...)."""
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"chat_template {reason}: choose another template.")
+        self.reason = reason
 
 
 class ChatTemplate:
@@ -94,26 +97,27 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        budget = _StepBudget()
+        limits = Limits(weight([messages, tools, variables]))
         names = {
             **variables,
             **self._tokens,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
-            "_step": budget.step,
-            "_join": _join,
+            **limit_names(limits),
         }
         template, pieces, length = self._template, [], 0
         try:
             for piece in template.generate(names):
                 pieces.append(piece)
                 length += len(piece)
-                _check_length(length)
-        except _TemplateRefusal as error:
+                limits.check(length)
+        except TemplateRefusal as error:
             raise ChatTemplateError(f"messages do not fit the model's chat template: {error}") from None
-        except _LimitExceeded as error:
-            raise ChatTemplateError(f"chat_template {error}: choose another template.") from None
+        except LimitExceeded as error:
+            raise ChatTemplateLimitError(str(error)) from None
+        except MemoryError:
+            raise ChatTemplateLimitError("ran out of memory") from None
         except Exception as error:  # a template is a program and can raise anything
             raise ChatTemplateError(
                 f"chat_template failed with {type(error).__name__} ({error}): "
@@ -124,7 +128,7 @@ class ChatTemplate:
     @cached_property
     def searched(self) -> frozenset[str]:
         """The texts that the template searches for in other texts, such as </think>."""
-        return _searched_texts(self._parse(_environment(self._now)))
+        return _searched_texts(self._parse(TemplateEnvironment(self._now)))
 
     def _with_content(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message with its text parts as one string, unless the template joins them itself."""
@@ -149,7 +153,7 @@ class ChatTemplate:
     @cached_property
     def variables(self) -> frozenset[str]:
         """The variables that the template reads and a caller may set, such as enable_thinking."""
-        environment = _environment(self._now)
+        environment = TemplateEnvironment(self._now)
         parsed = self._parse(environment)
         try:
             names = meta.find_undeclared_variables(parsed)
@@ -159,10 +163,10 @@ class ChatTemplate:
 
     @cached_property
     def _template(self) -> jinja2.Template:
-        environment = _environment(self._now)
+        environment = TemplateEnvironment(self._now)
         parsed = self._parse(environment)
         try:
-            return environment.from_string(_LimitInserter().visit(parsed))
+            return environment.from_string(LimitInserter().visit(parsed))
         except (jinja2.TemplateError, RecursionError) as error:
             raise _cannot_compile(error) from None
 
@@ -271,101 +275,3 @@ def _and_children(node: nodes.Node) -> Iterator[nodes.Const]:
     if isinstance(node, nodes.Const):
         yield node
     yield from node.find_all(nodes.Const)
-
-
-class _StepBudget:
-    def __init__(self) -> None:
-        self.left = MAX_STEPS
-
-    def step(self) -> str:
-        self.left -= 1
-        if self.left < 0:
-            raise _LimitExceeded(f"ran for more than {MAX_STEPS:,} steps")
-        return ""
-
-
-class _LimitInserter(NodeTransformer):
-    """Adds a call of `_step` to every loop and macro, and replaces `~` by `_join`: the sandbox limits neither how often
-    a template loops nor how large a string it builds."""
-
-    def visit_For(self, node: nodes.For) -> nodes.For:
-        self.generic_visit(node)
-        node.body.insert(0, self._step(node))
-        return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        self.generic_visit(node)
-        node.body.insert(0, self._step(node))
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        name = nodes.Name("_join", "load", lineno=node.lineno)
-        return nodes.Call(name, node.nodes, [], None, None, lineno=node.lineno)
-
-    @staticmethod
-    def _step(node: nodes.Node) -> nodes.Node:
-        name = nodes.Name("_step", "load", lineno=node.lineno)
-        return nodes.ExprStmt(nodes.Call(name, [], [], None, None, lineno=node.lineno), lineno=node.lineno)
-
-
-def _check_length(length: int) -> None:
-    if length > MAX_CHARACTERS:
-        raise _LimitExceeded(f"made a text of more than {MAX_CHARACTERS:,} characters")
-
-
-def _join(*parts: Any) -> str:
-    texts = [str(part) for part in parts]
-    _check_length(sum(map(len, texts)))
-    return "".join(texts)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        counts = [side for side in (left, right) if isinstance(side, int)]
-        if operator == "+" and sizes:
-            _check_length(sum(sizes))
-        elif operator == "*" and sizes and counts:
-            _check_length(sizes[0] * counts[0])
-        elif operator == "**" or (operator == "%" and isinstance(left, str) and _WIDE.search(left)):
-            # Huge numbers and huge fields: a few characters that fill the memory. No template needs them.
-            raise _LimitExceeded(f"uses {operator}, which is not allowed")
-        return super().call_binop(context, operator, left, right)
-
-
-class _GenerationExtension(Extension):
-    """{% generation %} marks the text to train on; for serving it has no effect."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja's own convention)
-
-    def parse(self, parser: Any) -> list[nodes.Node]:
-        next(parser.stream)
-        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return body
-
-
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = _Sandbox(
-        trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _GenerationExtension]
-    )
-
-    def raise_exception(message: str) -> NoReturn:
-        raise _TemplateRefusal(message)
-
-    def tojson(
-        value: Any,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        # Jinja's own tojson escapes <, > and & for web pages, which would give the model other tokens.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-    return environment

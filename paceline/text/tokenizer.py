@@ -114,6 +114,11 @@ class Tokenizer:
         """The chat template of a conversation with these tools."""
         return self._tool_chat or self.chat if tools else self.chat
 
+    @property
+    def templates(self) -> list[str]:
+        """The source of all chat templates."""
+        return [chat.source for chat in (self.chat, self._tool_chat) if chat is not None]
+
     def encode(
         self, text: str, *, add_special: bool = True, allow_special: bool = True, limit: int | None = None
     ) -> list[int]:
@@ -187,7 +192,7 @@ class Tokenizer:
     def _control_tokens(self) -> ControlTokens:
         chats = [chat for chat in (self.chat, self._tool_chat) if chat is not None]
         searched = frozenset().union(*(chat.searched for chat in chats))
-        return ControlTokens(self._core, "\n".join(chat.source for chat in chats), searched, self.eos_ids)
+        return ControlTokens(self._core, "\n".join(self.templates), searched, self.eos_ids)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, at_start: bool = True) -> str:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD. `at_start`: the ids begin a text, so the space that
