@@ -129,14 +129,15 @@ class Limits:
         """str(value)."""
         if not isinstance(value, str):
             self.built(value)
-            value = str(value)
+            return str(value)
         return value
 
     def join(self, *parts: Any) -> str:
         """What the operator ~ does."""
         texts = [self.text(part) for part in parts]
         self.check(sum(map(len, texts)))
-        found: str = self.made("".join(texts))
+        found = "".join(texts)
+        self.made(found)
         return found
 
     def weight(self, value: Any) -> int:
@@ -399,11 +400,13 @@ def _tojson(
     # Jinja's own tojson escapes <, > and & for web pages, which would give the model other tokens.
     limits = _limits_of(context)
     width = indent if isinstance(indent, int) else len(indent or "")
-    between = tuple(separators) if separators is not None else None
+    between: tuple[str, str] | None = None
+    if separators is not None:
+        item, key = separators
+        between = item, key
     if width > 16 or (between is not None and max(map(len, between)) > 16):
         raise LimitExceeded(f"uses tojson with indent or separators of {width} characters")
     limits.built(value)
-    found: str = limits.made(
-        json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys)
-    )
+    found = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys)
+    limits.made(found)
     return found

@@ -70,7 +70,8 @@ def conversations() -> list[dict[str, Any]]:
         {"type": "function", "function": {"name": f"f{index}", "description": "Does it.", "parameters": schema}}
         for index in range(8)
     ]
-    hostile = "{{%s}} {0:>9} %9d \\ud7ff\0<|im_end|></think><tool_call>\n\n  " * 2_000 + "9" * 4_000
+    # No longer: templates for images only take a string for a list, and loop over its characters.
+    hostile = "{{%s}} {0:>9} %9d \\ud7ff\0<|im_end|></think><tool_call>\n\n  " * 40 + "9" * 1_000
     call = {
         "id": "abcdefghi",
         "type": "function",
@@ -88,8 +89,8 @@ def conversations() -> list[dict[str, Any]]:
     return [
         {"messages": turns("Hello.", 1)},
         {"messages": [{"role": "system", "content": "Be brief."}, *turns("Hello.", 1)]},
-        {"messages": turns("Hello. ", 500)},
-        {"messages": turns("word " * 40_000, 0)},
+        {"messages": turns("Hello. ", 50)},  # some templates take time by its square
+        {"messages": turns("word " * 2_000, 0)},
         {"messages": turns(hostile, 2)},
         {"messages": turns("a", 1), "tools": tools},
         {"messages": called, "tools": tools},

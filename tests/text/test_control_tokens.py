@@ -162,12 +162,7 @@ def test_overlapping_control_tokens_are_text(text: str) -> None:
 
 @pytest.mark.parametrize(
     "expression",
-    [
-        "m.content[:12]",
-        "m.content | length",
-        "m.content | urlencode",
-        "m.content.split() | tojson(indent=m.content | length)",
-    ],
+    ["m.content[:12]", "m.content | length", "m.content | urlencode"],
 )
 def test_a_message_that_the_template_cuts_or_changes_is_refused_by_name(expression: str) -> None:
     ours = tokenizer(CHATML.replace("{{ m.content }}", f"{{{{ {expression} }}}}"))
