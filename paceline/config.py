@@ -899,7 +899,18 @@ class ServerConfig(ReplicaConfig):
     )
     live_page: bool = option(True, "serve a page at / that shows the engine's state; with API keys, to the admin only")
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
-    stall_s: float = option(60.0, "seconds without progress after which /health fails", low=0.1)
+    stall_s: float = option(
+        10.0,
+        "seconds without a sign of life after which an engine or an HTTP process is ended and started again; six times "
+        "as long while it loads",
+        low=1.0,
+    )
+    watchdog_s: float = option(
+        60.0,
+        "seconds in which an engine has work and finishes no forward pass, after which it is ended and started again "
+        "(SGLang: watchdog_timeout); more than the longest pass takes",
+        low=0.1,
+    )
 
     separate_reasoning: bool = option(
         True,

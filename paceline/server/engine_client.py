@@ -43,7 +43,26 @@ class EngineGone(EngineFailed):
     """The engine process has exited; another one is started."""
 
 
+class EngineSilent(EngineFailed):
+    """The engine process does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """What is known of an engine without asking it."""
+
+    role: str  # both, prefill or decode
+    failure: str | None  # why it cannot generate now; None: it can
+    is_loading: bool = False
+    paused: bool = False
+    num_passes: int = 0
+
+
 class EngineClient(Protocol):
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        """All engines, at once: one that hangs delays nothing."""
+
     @property
     def model(self) -> ServedModel:
         """Raises EngineFailed while there is no engine."""

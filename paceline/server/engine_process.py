@@ -39,6 +39,7 @@ from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.engine_reports import ReplicaReporter
 from paceline.server.logs import set_up_logs
 from paceline.server.messages import (
+    EngineHealth,
     ErrorReply,
     FinishRequest,
     MessageToEngine,
@@ -66,8 +67,10 @@ from paceline.server.process_messages import (
     WeightsReplaced,
     engine_name,
     read_setup,
+    send_signs_of_life,
     send_to_supervisor,
 )
+from paceline.server.queries import PauseEngine, ResumeEngine
 from paceline.server.rate_limiter import RateLimiter
 
 log = logging.getLogger("paceline.engine")
@@ -104,7 +107,7 @@ class EngineProcess:
         make_engine: Callable[[EngineHooks], Engine],
         address: str,
         *,
-        stall_s: float,
+        watchdog_s: float,
         tenants: Sequence[TenantConfig] = (),
         on_failure: Callable[[BaseException], None] = lambda _: None,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
@@ -121,7 +124,7 @@ class EngineProcess:
         self._kv_transfer: EngineKvTransfer | None = None
         publisher = None if kv_events is None else bind_publisher(kv_events)  # fails before a model is loaded
         self.engine = make_engine(EngineHooks(after_step=self._after_step, on_failure=on_failure, on_pause=on_pause))
-        self.queries = EngineQueries(self.engine, stall_s, on_weights, on_adapters)
+        self.queries = EngineQueries(self.engine, watchdog_s, on_weights, on_adapters)
         self._address = address
         if publisher is not None:
             self._kv_events = EngineKvEvents(self.engine, publisher)
@@ -172,6 +175,7 @@ class EngineProcess:
                     sender.linger = 0
                     sender.connect(message.address)
                     self._senders[message.front_end] = sender
+                self.send(message.front_end, self._health())
                 if message.reports:
                     self._reporter = self._reporter or ReplicaReporter(self.engine, self._address, self.send)
                     self._reporter.subscribe(message.front_end)
@@ -209,6 +213,8 @@ class EngineProcess:
     def _query(self, message: QueryRequest) -> None:
         def reply(future: Future[Any]) -> None:
             error = future.exception()
+            if isinstance(message.query, PauseEngine | ResumeEngine):
+                self.report_health()  # before the answer: who asks next whether the engine is ready must know
             if error is None:
                 result = msgspec.Raw(encode(future.result()))
                 self.send(message.front_end, QueryResult(message.number, result))
@@ -222,6 +228,18 @@ class EngineProcess:
             self.queries.execute(message.query).add_done_callback(reply)
         except PacelineError as error:
             self.send(message.front_end, ErrorReply.of(message.number, error))
+
+    def _health(self) -> EngineHealth:
+        return EngineHealth(self._address, self.queries.health())
+
+    def report_health(self) -> str | None:
+        """To all front ends. Returns why the engine does no work, if that is so."""
+        found = self._health()
+        with self._lock:
+            front_ends = list(self._senders)
+        for front_end in front_ends:
+            self.send(front_end, found)
+        return found.health.failure
 
     @property
     def num_open(self) -> int:
@@ -399,6 +417,8 @@ def main() -> None:
     setup = read_setup(EngineSetup)
     set_up_logs(setup.log_level, setup.log_format, engine_name(setup.replica, setup.num_replicas))
     reported = 0.0
+    built: list[EngineProcess] = []
+    send_signs_of_life(lambda: next((process.report_health() for process in built), None))
 
     def progress(done: int, total: int) -> None:
         nonlocal reported
@@ -425,7 +445,7 @@ def main() -> None:
         process = EngineProcess(
             make_engine,
             setup.address,
-            stall_s=setup.stall_s,
+            watchdog_s=setup.watchdog_s,
             tenants=setup.tenants,
             on_failure=on_failure,
             on_weights=lambda path, version: send_to_supervisor(WeightsReplaced(str(Path(path).resolve()), version)),
@@ -440,6 +460,7 @@ def main() -> None:
     except PacelineError as error:
         send_to_supervisor(StartupFailed(str(error)))
         raise SystemExit(2) from None
+    built.append(process)
     started.set()
     threading.Thread(target=process.listen, name="paceline-listen", daemon=True).start()
     # Everything loaded so far is permanent. From here on the engine collects garbage itself, when it is idle.

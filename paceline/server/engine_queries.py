@@ -81,14 +81,14 @@ class EngineQueries:
     def __init__(
         self,
         engine: Engine,
-        stall_s: float = math.inf,
+        watchdog_s: float = math.inf,
         on_weights: Callable[[str, str], None] = lambda path, version: None,
         on_adapters: Callable[[Sequence[LoadedAdapter]], None] = lambda adapters: None,
     ) -> None:
-        """`stall_s`: seconds without progress, while there is work, after which the engine counts as stuck.
+        """`watchdog_s`: seconds without progress, while there is work, after which the engine counts as stuck.
         `on_weights` is called after every weight update with its path and version, `on_adapters` with all adapters
         after one was loaded or unloaded."""
-        self._engine, self._stall_s, self._on_weights = engine, stall_s, on_weights
+        self._engine, self._watchdog_s, self._on_weights = engine, watchdog_s, on_weights
         self._on_adapters = on_adapters
         self.metrics = EngineMetrics()
         self.kv_transfer: EngineKvTransfer | None = None
@@ -100,7 +100,7 @@ class EngineQueries:
         stored responses, which the engine does not know."""
         result: Future[Any] = Future()
         if isinstance(query, GetHealth):
-            result.set_result(self._health())
+            result.set_result(self.health())
         elif isinstance(query, GetAdapters):
             result.set_result(self._engine.adapters.loaded)
         elif isinstance(query, StoreResponse):
@@ -182,7 +182,8 @@ class EngineQueries:
             case UnpinPrefix():
                 return lambda scheduler: scheduler.unpin(query.name, self._engine.clock())
             case ResumeEngine():
-                return lambda _: self._engine.resume()
+                self._engine.resume()
+                return lambda _: None  # after it
             case _:
                 raise AssertionError(f"unknown query: {query}")
 
@@ -216,12 +217,12 @@ class EngineQueries:
             if _is_selected(job.id, job.tenant, tenant, response_id)
         ]
 
-    def _health(self) -> Health:
+    def health(self) -> Health:
         engine, progress = self._engine, self._engine.progress
         if engine.failure is not None:
             return Health(f"{type(engine.failure).__name__}: {engine.failure}", progress.num_passes, False)
         stuck_s = engine.clock() - progress.since
-        if progress.has_work and stuck_s > self._stall_s:
+        if progress.has_work and stuck_s > self._watchdog_s:
             return Health(
                 f"no progress for {stuck_s:.0f} s: waiting for {engine.waits_for}.", progress.num_passes, False
             )

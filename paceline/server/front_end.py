@@ -37,6 +37,7 @@ from paceline.server.process_messages import (
     StartupFailed,
     ToFrontEnd,
     read_setup,
+    send_signs_of_life,
     send_to_supervisor,
 )
 from paceline.server.replica_client import ReplicaClient
@@ -154,6 +155,7 @@ def main() -> None:
     setup = read_setup(FrontEndSetup)
     set_up_logs(setup.config.log_level, setup.config.log_format, setup.name)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    send_signs_of_life()
     try:
         tokenizer = load_tokenizer(setup.tokenizer)
         store = None if setup.config.batch_folder is None else BatchStore(setup.config)

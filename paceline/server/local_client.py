@@ -11,7 +11,7 @@ from typing import Any, cast
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
-from paceline.server.engine_client import ABORT_TIMEOUT_S, OnAborted, ServedModel
+from paceline.server.engine_client import ABORT_TIMEOUT_S, EngineState, OnAborted, ServedModel
 from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.queries import EngineQuery
 
@@ -19,10 +19,15 @@ from paceline.server.queries import EngineQuery
 class LocalClient:
     loading = False
 
-    def __init__(self, engine: Engine, name: str = "local", stall_s: float = math.inf) -> None:
+    def __init__(self, engine: Engine, name: str = "local", watchdog_s: float = math.inf) -> None:
         self._engine = engine
-        self._queries = EngineQueries(engine, stall_s)
+        self._queries = EngineQueries(engine, watchdog_s)
         self.model: ServedModel = served_model(engine, name)
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        health = self._queries.health()
+        return [EngineState("both", health.failure, paused=health.paused, num_passes=health.num_passes)]
 
     async def stream(
         self, jobs: Sequence[Job], on_aborted: OnAborted | None = None

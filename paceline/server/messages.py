@@ -13,7 +13,7 @@ from paceline.codec import TypedDecoder
 from paceline.engine.job import Job
 from paceline.engine.output import Conflict, EngineFailed, OutputDelta, UnknownAdapter
 from paceline.request import FinishReason, InvalidRequest, PacelineError, Refused
-from paceline.server.queries import EngineQuery
+from paceline.server.queries import EngineQuery, Health
 
 # ---------------------------------------------------------------------- front end -> engine
 
@@ -67,6 +67,13 @@ class ReplicaReport(msgspec.Struct, tag=True):
     changes: PageChanges
 
 
+class EngineHealth(msgspec.Struct, tag=True):
+    """A sign of life, from a thread that does nothing else, and what the engine knows of itself."""
+
+    engine: str  # as above
+    health: Health
+
+
 _ERRORS: dict[str, type[PacelineError]] = {
     "failed": EngineFailed,
     "conflict": Conflict,
@@ -97,7 +104,7 @@ class ErrorReply(msgspec.Struct, tag=True):
 
 
 MessageToEngine = RegisterFrontEnd | SubmitJob | FinishRequest | QueryRequest
-MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply | ReplicaReport
+MessageToFrontEnd = OutputBatch | QueryResult | ErrorReply | ReplicaReport | EngineHealth
 _to_engine: TypedDecoder[MessageToEngine] = TypedDecoder(MessageToEngine)
 _to_front_end: TypedDecoder[MessageToFrontEnd] = TypedDecoder(MessageToFrontEnd)
 decode_to_engine = _to_engine.decode

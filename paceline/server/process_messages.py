@@ -10,6 +10,10 @@ supervisor and exits.
 from __future__ import annotations
 
 import os
+import select
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -18,6 +22,7 @@ from paceline.config import ServerConfig, TenantConfig
 from paceline.request import PacelineError
 from paceline.server.engine_client import ServedModel
 
+BEAT_S = 0.5  # between two signs of life
 _Setup = TypeVar("_Setup", bound=msgspec.Struct)
 _Line = TypeVar("_Line")
 
@@ -83,7 +88,7 @@ class EngineSetup(msgspec.Struct, frozen=True):
     name: str  # of the served model
     address: str  # the ZeroMQ address it binds
     source: ModelSource
-    stall_s: float
+    watchdog_s: float
     tenants: tuple[TenantConfig, ...]
     log_level: str
     log_format: str
@@ -153,6 +158,15 @@ class SetPaused(msgspec.Struct, frozen=True, tag=True):
     paused: bool
 
 
+# ---------------------------------------------------------------------- engine, front end -> supervisor
+
+
+class Alive(msgspec.Struct, frozen=True, tag=True):
+    """A sign of life, from a thread that does nothing else."""
+
+    failure: str | None = None  # why the process does no work all the same
+
+
 # ---------------------------------------------------------------------- front end -> supervisor
 
 
@@ -189,9 +203,9 @@ class EngineReady(msgspec.Struct, frozen=True, tag=True):
 
 
 ToFrontEnd = EngineUp | EngineDown | EngineLoading | Shutdown | SetDraining
-FromFrontEnd = FrontEndListening | StartupFailed | SetDraining
+FromFrontEnd = FrontEndListening | StartupFailed | SetDraining | Alive
 ToEngine = FrontEndGone | SetPaused
-FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced | AdaptersChanged | SetPaused
+FromEngine = LoadingProgress | StartupFailed | EngineReady | WeightsReplaced | AdaptersChanged | SetPaused | Alive
 
 
 class ProtocolError(PacelineError):
@@ -227,13 +241,30 @@ def read_setup(kind: type[_Setup]) -> _Setup:
     return msgspec.json.decode(line, type=kind)
 
 
+_writing = threading.Lock()  # threads write whole lines
+
+
 def send_to_supervisor(message: msgspec.Struct) -> None:
     """Writes one line to standard output. Exits the process if the supervisor has exited."""
     line = encode_line(message)
     try:
-        while line:
-            line = line[os.write(1, line) :]
+        with _writing:
+            while line:
+                line = line[os.write(1, line) :]
     except BrokenPipeError:
         # A child that is still loading notices here, before it reads its standard input, that the supervisor is gone.
         # Nothing is left to report or to clean up.
         os._exit(1)
+
+
+def send_signs_of_life(failure: Callable[[], str | None] = lambda: None) -> None:
+    """Until the process ends, on a thread of its own. `failure`: why the process does no work, if that is so."""
+
+    def send() -> None:
+        while True:
+            found = failure()
+            if select.select([], [1], [], 0)[1]:  # else the supervisor is stopped, and other lines need the space
+                send_to_supervisor(Alive(found))
+            time.sleep(BEAT_S)
+
+    threading.Thread(target=send, name="paceline-alive", daemon=True).start()

@@ -157,7 +157,7 @@ def engine_setup(setup: RaySetup) -> EngineSetup:
         name=setup.name,
         address="",
         source=setup.source,
-        stall_s=setup.config.stall_s,
+        watchdog_s=setup.config.watchdog_s,
         tenants=tuple(tenants),
         log_level=setup.config.log_level,
         log_format=setup.config.log_format,

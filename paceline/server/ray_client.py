@@ -23,7 +23,7 @@ from paceline.cluster.router import NoReplica, Router
 from paceline.config import ServerConfig, TenantConfig
 from paceline.engine.output import Conflict, EngineFailed
 from paceline.request import FinishReason, PacelineError
-from paceline.server.engine_client import EngineGone, ServedModel
+from paceline.server.engine_client import EngineGone, EngineState, ServedModel
 from paceline.server.messages import FinishRequest, MessageToEngine, ReplicaReport
 from paceline.server.queries import EngineQuery, GetMonitor, UpdateWeights
 from paceline.server.ray_calls import RunJob, ToReplica, decode_start
@@ -34,6 +34,7 @@ from paceline.text.tokenizer import Tokenizer
 log = logging.getLogger("paceline.server")
 _RENEW_S = 10.0
 _RECONNECT_S = 1.0
+_NO_ENGINE = "No engine is running: Ray Serve is starting one, retry soon."
 _WAIT_FOR_ENGINE_S = 30.0  # of a job, while Ray starts one
 
 
@@ -144,6 +145,11 @@ class RayClient(ReplicaClient):
             for slot in range(self._num_slots)
         ]
         return self._slots
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        up = [slot.state("both") for slot in self._slots if slot.is_up]
+        return up or [EngineState("both", _NO_ENGINE)]
 
     @property
     def model(self) -> ServedModel:
@@ -323,7 +329,7 @@ class RayClient(ReplicaClient):
     async def query(self, query: EngineQuery) -> Any:
         up = [index for index, slot in enumerate(self._slots) if slot.is_up]
         if not up:
-            raise EngineFailed("No engine is running: Ray Serve is starting one, retry soon.")
+            raise EngineFailed(_NO_ENGINE)
         if isinstance(query, UpdateWeights):
             raise Conflict("Engines of Ray Serve load their weights when they start: deploy with another model.")
         if isinstance(query, GetMonitor):

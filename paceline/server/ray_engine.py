@@ -70,7 +70,11 @@ class _Report(msgspec.Struct, tag="ReplicaReport"):
     pass
 
 
-_decoder = msgspec.msgpack.Decoder(_Outputs | _Error | _Result | _Report)
+class _Health(msgspec.Struct, tag="EngineHealth"):
+    pass
+
+
+_decoder = msgspec.msgpack.Decoder(_Outputs | _Error | _Result | _Report | _Health)
 
 
 def ended_jobs(data: bytes) -> list[int]:

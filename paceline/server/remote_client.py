@@ -22,8 +22,9 @@ from paceline.codec import encode
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import FinishReason, PacelineError
-from paceline.server.engine_client import ABORT_TIMEOUT_S, OnAborted, ServedModel
+from paceline.server.engine_client import ABORT_TIMEOUT_S, EngineSilent, EngineState, OnAborted, ServedModel
 from paceline.server.messages import (
+    EngineHealth,
     ErrorReply,
     FinishRequest,
     MessageToEngine,
@@ -35,11 +36,13 @@ from paceline.server.messages import (
     SubmitJob,
     decode_to_front_end,
 )
-from paceline.server.queries import LONG_QUERIES, QUERY_RESULTS, EngineQuery
+from paceline.server.process_messages import BEAT_S
+from paceline.server.queries import LONG_QUERIES, QUERY_RESULTS, EngineQuery, Health
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
 
 _QUERY_TIMEOUT_S = 5.0  # a stuck engine returns no result
+_MAX_SILENT = 6  # checks, `BEAT_S` apart; counted, since this process may have been stopped itself
 
 
 OutputQueue = asyncio.Queue[tuple[int, OutputDelta | PacelineError]]  # index of the job, and what it got
@@ -108,6 +111,9 @@ class MessageClient:
         self._loop = asyncio.get_running_loop()
         self._model: ServedModel | None = None
         self.loading = True
+        self._health = Health()
+        self._num_silent = 0  # checks since the last message of the engine
+        self._checking: asyncio.TimerHandle | None = None
         self._unavailable_reason = "The engine is loading: retry in a moment."
         self._numbers = itertools.count()
         self._jobs: dict[int, _JobOutput] = {}
@@ -122,16 +128,46 @@ class MessageClient:
         """`address` identifies the engine in its reports."""
         assert self._model is None, "disconnect first"
         self._model, self.loading, self._engine = model, False, address
+        self._health, self._num_silent = Health(), 0
+        self._checking = self._loop.call_later(BEAT_S, self._check)
 
     def disconnect(self, error: PacelineError) -> None:
         """The engine is gone: fails jobs and queries in progress, and new ones until `connect`."""
         self._unavailable_reason = str(error)
         self._model, self.loading, self._engine = None, False, ""
+        if self._checking is not None:
+            self._checking.cancel()
         self.fail_all(error)
-        queries, self._queries = self._queries, {}
-        for _, future in queries.values():
-            if not future.done():
+        self._fail_queries(error)
+
+    def _fail_queries(self, error: PacelineError, but: tuple[type[EngineQuery], ...] = ()) -> None:
+        for query, future in self._queries.values():
+            if not future.done() and not isinstance(query, but):
                 future.set_exception(error)
+
+    def _check(self) -> None:
+        """An engine that is stopped answers nothing until it continues, or until the supervisor replaces it."""
+        self._checking = self._loop.call_later(BEAT_S, self._check)
+        self._num_silent += 1
+        if self.is_silent:
+            self._fail_queries(self._silence(), LONG_QUERIES)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is connected and shows no sign of life."""
+        return self.is_up and self._num_silent >= _MAX_SILENT
+
+    def _silence(self) -> EngineSilent:
+        return EngineSilent(
+            f"The engine has not responded for {self._num_silent * BEAT_S:.0f} s: see the server's log."
+        )
+
+    def state(self, role: str) -> EngineState:
+        if not self.is_up:
+            return EngineState(role, self._unavailable_reason, self.loading)
+        health = self._health
+        failure = str(self._silence()) if self.is_silent else health.failure
+        return EngineState(role, failure, paused=health.paused, num_passes=health.num_passes)
 
     def fail_all(self, error: PacelineError) -> None:
         """Ends every response with `error` and aborts its jobs in the engine."""
@@ -202,6 +238,8 @@ class MessageClient:
 
     async def query(self, query: EngineQuery) -> Any:
         assert self.model, "raises if there is no engine"
+        if self.is_silent:
+            raise self._silence()
         number = next(self._numbers)
         future: asyncio.Future[Any] = self._loop.create_future()
         self._queries[number] = (query, future)
@@ -209,7 +247,7 @@ class MessageClient:
         try:
             return await asyncio.wait_for(future, None if isinstance(query, LONG_QUERIES) else _QUERY_TIMEOUT_S)
         except TimeoutError:
-            raise EngineFailed(
+            raise EngineSilent(
                 f"The engine has not responded for {_QUERY_TIMEOUT_S:.0f} s: see the server's log."
             ) from None
         finally:
@@ -221,6 +259,7 @@ class MessageClient:
     # ------------------------------------------------------------------ messages from the engine
 
     def receive(self, data: bytes) -> None:
+        self._num_silent = 0
         message = decode_to_front_end(data)
         if isinstance(message, OutputBatch):
             for number, output in message.outputs:
@@ -230,6 +269,9 @@ class MessageClient:
         elif isinstance(message, ReplicaReport):
             if self._on_report is not None and message.engine == self._engine:  # else: of one that is gone
                 self._on_report(message)
+        elif isinstance(message, EngineHealth):
+            if message.engine == self._engine:
+                self._health = message.health
         elif isinstance(message, QueryResult):
             self._on_query_result(message)
         else:

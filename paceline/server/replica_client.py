@@ -25,7 +25,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
 from paceline.request import PacelineError
 from paceline.server.auth import batch_tenants
-from paceline.server.engine_client import EngineGone, OnAborted, ServedModel
+from paceline.server.engine_client import EngineGone, EngineSilent, EngineState, OnAborted, ServedModel
 from paceline.server.messages import ReplicaReport
 from paceline.server.metrics import MetricFamily, counter
 from paceline.server.queries import (
@@ -37,10 +37,16 @@ from paceline.server.queries import (
 )
 from paceline.server.rate_limiter import RateLimiter
 from paceline.server.remote_client import MessageClient, OutputQueue, RemoteClient, wait_aborted
-from paceline.server.replica_queries import PINS, READ_ONLY, combine
+from paceline.server.replica_queries import OVERVIEWS, PINS, READ_ONLY, combine
 from paceline.text.tokenizer import Tokenizer
 
 log = logging.getLogger("paceline.server")
+# Errors of an engine that do not fail a query to all of them, as long as one has answered.
+_DROPPED: tuple[tuple[tuple[type[EngineQuery], ...], tuple[type[PacelineError], ...]], ...] = (
+    (PINS, (PacelineError,)),
+    (OVERVIEWS, (EngineGone, EngineSilent)),
+    (READ_ONLY, (EngineGone,)),
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +76,7 @@ class ReplicaClient:
         """Binds `address`, or addresses that begin with it, and receives on the running event loop."""
         self._name = name
         self._replicas = self._make_replicas(address, tokenizer, config)
-        self._strategy = config.router
+        self._strategy, self._role = config.router, config.role
         # From the first connection on: the page size is known then. Prefill engines have a router of their own.
         self._router: Router | None = None
         self._prefill_router: Router | None = None
@@ -123,6 +129,15 @@ class ReplicaClient:
     def fail_all(self, error: PacelineError) -> None:
         for one in self._replicas:
             one.fail_all(error)
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        return [one.state(self._role_of(replica)) for replica, one in enumerate(self._replicas)]
+
+    def _role_of(self, replica: int) -> str:
+        if not self._num_prefill:
+            return self._role
+        return "prefill" if replica < self._num_prefill else "decode"
 
     @property
     def model(self) -> ServedModel:
@@ -277,7 +292,8 @@ class ReplicaClient:
             case RecordTrace():
                 return await next(iter(up.values())).query(query)
             case StoreResponse():  # on one of them: reading asks all
-                return await list(up.values())[zlib.crc32(query.id.encode()) % len(up)].query(query)
+                usable = [one for one in up.values() if not one.is_silent] or list(up.values())
+                return await usable[zlib.crc32(query.id.encode()) % len(usable)].query(query)
         answers = await self._ask(query, up)
         found = combine(query, answers)
         return [*found, *self._metrics()] if isinstance(query, GetMetrics) else found
@@ -286,7 +302,7 @@ class ReplicaClient:
         found = await asyncio.gather(*(one.query(query) for one in up.values()), return_exceptions=True)
         answers = dict(zip(up, found, strict=True))
         errors = {replica: one for replica, one in answers.items() if isinstance(one, BaseException)}
-        dropped = PacelineError if isinstance(query, PINS) else EngineGone if isinstance(query, READ_ONLY) else ()
+        dropped = next((errors for queries, errors in _DROPPED if isinstance(query, queries)), ())
         if len(errors) < len(answers):
             errors = {replica: error for replica, error in errors.items() if not isinstance(error, dropped)}
         for replica, error in errors.items():

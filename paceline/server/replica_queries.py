@@ -16,32 +16,23 @@ from paceline.server.queries import (
     FlushCache,
     FlushWhenIdle,
     GetAdapters,
-    GetHealth,
     GetMetrics,
     GetPins,
     GetRequests,
     GetResponse,
     GetStats,
-    Health,
     PinPrefix,
     PinState,
     RequestState,
     UnpinPrefix,
 )
 
+# What an engine that hangs may leave unanswered: the others are shown.
+OVERVIEWS = (GetStats, GetRequests, GetMetrics, GetPins, GetAdapters)
+
 # What an engine that exits meanwhile may leave unanswered, since its state is gone with it. Other queries change all
 # engines, and fail if one did not answer.
-READ_ONLY = (
-    GetHealth,
-    GetStats,
-    GetRequests,
-    AbortRequests,
-    GetMetrics,
-    GetPins,
-    GetAdapters,
-    GetResponse,
-    DeleteResponse,
-)
+READ_ONLY = (*OVERVIEWS, AbortRequests, GetResponse, DeleteResponse)
 
 # A prefix is pinned where it is cached: one engine that has it is enough.
 PINS = (PinPrefix, UnpinPrefix)
@@ -51,8 +42,6 @@ def combine(query: EngineQuery, answers: Mapping[int, Any]) -> Any:
     """One answer from those of the engines, by replica."""
     found = list(answers.values())
     match query:
-        case GetHealth():
-            return _health(answers)
         case GetStats():
             return _stats(found)
         case GetRequests():
@@ -75,18 +64,6 @@ def combine(query: EngineQuery, answers: Mapping[int, Any]) -> Any:
             return any(found)
         case _:
             return found[0]
-
-
-def _health(answers: Mapping[int, Health]) -> Health:
-    """An engine that is stuck fails the server: nothing else would restart it. One that has exited is not asked."""
-    failures = [f"Engine {replica}: {one.failure}" for replica, one in answers.items() if one.failure is not None]
-    found = answers.values()
-    return Health(
-        failures[0] if failures else None,
-        sum(one.num_passes for one in found),
-        all(one.idle for one in found),
-        any(one.paused for one in found),
-    )
 
 
 def _stats(found: Sequence[EngineStats]) -> EngineStats:

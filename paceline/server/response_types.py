@@ -284,9 +284,15 @@ class HealthReport(msgspec.Struct):
     failure: str | None
 
 
+class EngineCount(msgspec.Struct):
+    up: int
+    total: int
+
+
 class Readiness(msgspec.Struct):
     ready: bool
     why: str | None  # it is not ready
+    engines: dict[str, EngineCount]  # by role: both, prefill or decode
 
 
 class ServerInfo(msgspec.Struct):

@@ -172,7 +172,7 @@ ROUTES: tuple[AnyRoute, ...] = (
     Route("DELETE", "/v1/requests/{id}", TENANT, requests.abort_request, "aborts a request",
           responses=(RequestDeleted,)),
     Route("GET", "/health", PUBLIC, health.get_health,
-          "liveness: 200 while loading or making progress, else 503 with the failure",
+          "liveness: 200 while an engine works or loads, else 503 with the failure",
           responses=(HealthReport,), error_statuses=(503,)),
     Route("GET", "/ready", PUBLIC, health.get_ready,
           "readiness: 200 when a request sent now would be served, else 503",

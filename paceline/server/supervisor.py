@@ -1,8 +1,8 @@
-"""The supervisor: starts the engines and the front ends, detects at once when one exits, and restarts it.
+"""The supervisor: starts the engines and the front ends, detects when one exits or hangs, and restarts it.
 
-It exchanges the messages of `process_messages.py` with each of them; requests never pass through it. It therefore does
-nothing while all processes are healthy, and the listening socket, which it owns, outlives every front end. When the
-supervisor itself is killed, its children reach the end of their input and exit.
+It exchanges the messages of `process_messages.py` with each of them; requests never pass through it. While all
+processes are healthy it only counts their signs of life, and the listening socket, which it owns, outlives every front
+end. When the supervisor itself is killed, its children reach the end of their input and exit.
 
     signal -> front ends drain -> front ends exit -> engines exit -> supervisor exits
 """
@@ -31,7 +31,9 @@ from paceline.config import ConfigError, ServerConfig, TenantConfig
 from paceline.server.auth import batch_tenants
 from paceline.server.engine_client import ServedModel
 from paceline.server.process_messages import (
+    BEAT_S,
     AdaptersChanged,
+    Alive,
     EngineDown,
     EngineLoading,
     EngineReady,
@@ -62,6 +64,7 @@ _MIN_RESTART_DELAY_S, _MAX_RESTART_DELAY_S = 0.2, 30.0
 _STABLE_S = 5.0  # a process that ran this long is restarted after the minimum delay
 _EXIT_MARGIN_S = 5.0  # on top of the time a process was given to exit
 _MAX_LINE_BYTES = 1 << 20
+_LOADING_PATIENCE = 6  # a library that is loaded may hold the interpreter lock, and so the signs of life
 _Message = TypeVar("_Message")
 
 
@@ -88,6 +91,9 @@ class ChildProcess(Generic[_Message]):
     ) -> None:
         self._module, self._setup, self._decoder, self._on_message = module, setup, decoder, on_message
         self._process: asyncio.subprocess.Process | None = None
+        self._num_silent: int | None = None  # checks since the last sign of life; None: there was none yet
+        self._failure: str | None = None  # that it has reported
+        self._hangs = self._has_exited = False
         self.is_listening = False  # front ends only: it reads messages
 
     async def run(self, descriptors: tuple[int, ...] = ()) -> int:
@@ -106,12 +112,17 @@ class ChildProcess(Generic[_Message]):
         try:
             self.send(self._setup)
             while line := await process.stdout.readline():
-                self._on_message(self._decoder.decode(line))
+                message = self._decoder.decode(line)
+                if isinstance(message, Alive):
+                    self._num_silent, self._failure = 0, message.failure
+                elif not self._hangs:  # what it wrote before it was killed is void
+                    self._on_message(message)
             return await process.wait()
         finally:
             self.kill()
             self.close_input()
             await process.wait()
+            self._has_exited = True
 
     def send(self, message: msgspec.Struct) -> None:
         """Writes one line. A process that has exited gets nothing: `run` returns and reports it."""
@@ -123,12 +134,29 @@ class ChildProcess(Generic[_Message]):
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
+    def check(self, patience_s: float) -> str | None:
+        """Counts one more `BEAT_S` without a sign of life. Kills the process if there was none for `patience_s`, or if
+        it has reported a failure, and returns the reason. Checks are counted, since this process may have been stopped
+        itself."""
+        if self._num_silent is None or self._hangs or self._has_exited:
+            return None
+        self._num_silent += 1
+        why = self._failure
+        if why is None and self._num_silent * BEAT_S > patience_s:
+            why = f"no sign of life for {patience_s:g} s"
+        if why is not None:
+            self._hangs = True
+            self.kill()
+        return why
+
     def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            # Not `self._process.kill()`: it polls the process first and may reap it, and then asyncio's child watcher
-            # finds no such process and loses the exit status.
-            with contextlib.suppress(ProcessLookupError):  # it has exited; `run` is about to return
-                os.kill(self._process.pid, signal.SIGKILL)
+        """Kills the process and those that it has started, such as the ranks of an engine: one that is stopped would
+        not notice that its parent is gone, and would keep its memory."""
+        # Not `self._process.kill()`: it polls the process first and may reap it, and then asyncio's child watcher
+        # finds no such process and loses the exit status.
+        if self._process is not None and not self._has_exited:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # all of them have exited
+                os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class Supervisor:
@@ -171,7 +199,8 @@ class Supervisor:
             for index in range(self._setup.config.workers)
         ]
         engines = [asyncio.create_task(self._run_engine(replica)) for replica in range(self._setup.config.replicas)]
-        tasks: list[asyncio.Task[Any]] = [*engines, *front_ends]
+        watching = asyncio.create_task(self._watch())
+        tasks: list[asyncio.Task[Any]] = [*engines, *front_ends, watching]
         finished = asyncio.create_task(self._finished.wait())
         try:
             pending = {*tasks, finished}
@@ -191,6 +220,26 @@ class Supervisor:
         if self._startup_error is not None:
             raise ConfigError(self._startup_error)
         return self._status
+
+    async def _watch(self) -> None:
+        """Kills a process that hangs, so that it is started again."""
+        stall_s = self._setup.config.stall_s
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._shutting_down:  # it has a time limit of its own
+                continue
+            for replica, engine in list(self._engines.items()):
+                is_up = isinstance(self._engine_states[replica], EngineUp)
+                why = engine.check(stall_s if is_up else _LOADING_PATIENCE * stall_s)
+                if why is not None:
+                    name = engine_name(replica, self._setup.config.replicas)
+                    log.error("%s hangs: %s. It is killed and started again.", name, why)
+                    # Now, and not when it has exited: a process that waits for a device may outlive SIGKILL for long.
+                    self._set_engine_state(EngineDown(_restarting(name, why), replica))
+            for name, front_end in list(self._front_ends.items()):
+                why = front_end.check(stall_s if front_end.is_listening else _LOADING_PATIENCE * stall_s)
+                if why is not None:
+                    log.error("%s hangs: %s. It is killed and started again.", name, why)
 
     # ------------------------------------------------------------------ engine
 
@@ -251,7 +300,7 @@ class Supervisor:
                 name=self._setup.name,
                 address=f"ipc://{self._folder}/engine-{replica}-{generation}",
                 source=self._source(replica, generation),
-                stall_s=config.stall_s,
+                watchdog_s=config.watchdog_s,
                 tenants=self._engine_tenants,
                 log_level=config.log_level,
                 log_format=config.log_format,
@@ -266,14 +315,15 @@ class Supervisor:
             self._engines[replica] = ChildProcess(
                 "paceline.server.engine_process", setup, decoder, partial(self._on_engine_message, setup)
             )
+            was_up_since = self._up_since[replica]
             status = await self._engines[replica].run()
-            was_up = isinstance(self._engine_states[replica], EngineUp)
-            reason = f"The {name} exited unexpectedly ({describe_status(status)}) and is being restarted: retry soon."
-            down = EngineDown(reason, replica)
+            was_up = self._up_since[replica] != was_up_since
+            down = EngineDown(_restarting(name, describe_status(status)), replica)
             if self._shutting_down or self._startup_error is not None:
                 self._engine_states[replica] = down
                 return
-            self._set_engine_state(down)
+            if not isinstance(self._engine_states[replica], EngineDown):
+                self._set_engine_state(down)
             log.error("%s exited unexpectedly: %s", name, describe_status(status))
             is_current = setup.weights == self._weights and setup.adapters == self._adapters
             if not was_up and generation == 1 and is_current:
@@ -418,6 +468,10 @@ class Supervisor:
         deadline = loop.time() + timeout_s
         while not condition() and loop.time() < deadline:
             await asyncio.sleep(0.02)
+
+
+def _restarting(name: str, why: str) -> str:
+    return f"The {name} exited unexpectedly ({why}) and is being restarted: retry soon."
 
 
 def describe_status(status: int) -> str:

@@ -17,7 +17,7 @@ from paceline.request import FinishReason
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
 from paceline.server.body_workers import BodyWorkers
-from paceline.server.engine_client import EngineClient, OnAborted, ServedModel
+from paceline.server.engine_client import EngineClient, EngineState, OnAborted, ServedModel
 from paceline.server.state import ServerState
 from paceline.text.stop import TextStream
 from paceline.text.synthetic import synthetic_tokenizer
@@ -56,6 +56,11 @@ class ScriptedClient:
     def prompt(self) -> str:
         """The last prompt."""
         return self.tokenizer.decode(self.jobs[-1].prompt.tolist(), skip_special=False)
+
+    @property
+    def engines(self) -> Sequence[EngineState]:
+        assert self.engine is not None, "a client without an engine"
+        return self.engine.engines
 
     async def stream(
         self, jobs: Sequence[Job], on_aborted: OnAborted | None = None

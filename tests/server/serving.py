@@ -37,7 +37,7 @@ def make_app(
     *,
     name: str = "tiny",
     tenants: Sequence[TenantConfig] = (),
-    stall_s: float = math.inf,
+    watchdog_s: float = math.inf,
     **config: Any,
 ) -> App:
     settings = ServerConfig(**config)
@@ -45,7 +45,7 @@ def make_app(
     OPEN_WORKERS.append(workers)
     return App(
         ServerState(
-            client=LocalClient(engine, name, stall_s),
+            client=LocalClient(engine, name, watchdog_s),
             tokenizer=engine.tokenizer,
             workers=workers,
             config=settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import threading
 import time
@@ -23,8 +24,8 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
-from paceline.server.handlers.health import get_health
-from paceline.server.queries import GetHealth, Health
+from paceline.server.engine_client import EngineState
+from paceline.server.handlers.health import get_health, get_ready
 from paceline.server.routing import Call
 from tests.server.serving import Caller, make_app
 from tests.server.virtual import wait_until
@@ -37,8 +38,8 @@ def engine() -> Iterator[Engine]:
     engine.close()
 
 
-def caller_of(engine: Engine, stall_s: float = 60) -> Caller:
-    return Caller(make_app(engine, name="virtual", stall_s=stall_s))
+def caller_of(engine: Engine, watchdog_s: float = 60) -> Caller:
+    return Caller(make_app(engine, name="virtual", watchdog_s=watchdog_s))
 
 
 class Stuck:
@@ -64,7 +65,7 @@ class Silent:
 
 
 def test_health_fails_without_progress_and_names_the_stuck_pass(engine: Engine) -> None:
-    caller = caller_of(engine, stall_s=0.2)
+    caller = caller_of(engine, watchdog_s=0.2)
     stuck = Stuck(engine)
     assert caller.request("GET", "/health").status_code == caller.request("GET", "/ready").status_code == 200
     engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=5)), Silent())
@@ -79,14 +80,14 @@ def test_health_fails_without_progress_and_names_the_stuck_pass(engine: Engine) 
 
 
 def test_a_long_busy_period_does_not_fail_health(engine: Engine) -> None:
-    stall_s = 1.0
-    caller = caller_of(engine, stall_s)
+    watchdog_s = 1.0
+    caller = caller_of(engine, watchdog_s)
     engine.submit(Job(engine.encode([1, 2, 3]), SamplingParams(max_tokens=2000, ignore_eos=True), id="long"), Silent())
     wait_until(lambda: engine.progress.has_work)
     started, codes = time.monotonic(), set()
     while engine.progress.has_work:
         codes.add(caller.request("GET", "/health").status_code)
-    assert time.monotonic() - started > stall_s, "the request was too short to test anything"
+    assert time.monotonic() - started > watchdog_s, "the request was too short to test anything"
     assert codes == {200}
 
 
@@ -232,6 +233,43 @@ def test_tokenize_and_detokenize_round_trip(engine: Engine) -> None:
     assert post("/tokenize", prompt="x", model="other").status_code == 404
 
 
+UP, LOADING, DOWN = (None, False), ("It loads.", True), ("It has exited.", False)
+
+
+@pytest.mark.parametrize(
+    ("engines", "health", "ready"),
+    [
+        ({"both": [UP, DOWN, DOWN]}, 200, 200),
+        ({"both": [DOWN, LOADING]}, 200, 503),
+        ({"both": [DOWN, DOWN]}, 503, 503),
+        ({"prefill": [UP], "decode": [LOADING, DOWN]}, 200, 503),
+        ({"prefill": [DOWN], "decode": [UP, LOADING]}, 200, 200),
+        ({"prefill": [UP]}, 200, 200),  # of other servers
+    ],
+)
+def test_health_and_readiness_count_the_engines_of_each_role(
+    engines: dict[str, list[tuple[str | None, bool]]], health: int, ready: int
+) -> None:
+    class Known:
+        async def query(self, query: Any) -> Any:
+            raise EngineFailed("It does not answer.")
+
+        @property
+        def engines(self) -> list[EngineState]:
+            return [EngineState(role, *one) for role, states in engines.items() for one in states]
+
+    state = SimpleNamespace(client=Known(), draining=False, model_name="tiny")
+    call = Call(cast("Any", state), {}, None, None, None, cast("Any", None))
+    counts = {
+        role: {"up": states.count(UP), "total": len(states)} for role, states in engines.items()
+    }  # of those that can generate
+    for route, expected in ((get_health, health), (get_ready, ready)):
+        response = asyncio.run(route(call))
+        assert response.status_code == expected
+        assert json.loads(response.body)["engines"] == counts
+    assert (json.loads(response.body)["why"] is None) == (ready == 200)
+
+
 def test_a_health_check_at_the_end_of_a_front_end_leaves_no_traceback() -> None:
     """The client is closed, then the event loop cancels what is left. In a task of its own, the failed query would be
     an exception that nobody handles."""
@@ -239,15 +277,13 @@ def test_a_health_check_at_the_end_of_a_front_end_leaves_no_traceback() -> None:
     reports: list[Any] = []
 
     class Closing:
-        loading, model = False, True
+        engines = (EngineState("both", None),)
 
         def __init__(self) -> None:
             self.stats: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self.asked = asyncio.Event()
 
         async def query(self, query: Any) -> Any:
-            if isinstance(query, GetHealth):
-                return Health(None)
             self.asked.set()
             return await asyncio.wait_for(self.stats, 60)
 

@@ -90,7 +90,7 @@ def engine_setup(folder: Path) -> EngineSetup:
         name="virtual",
         address=f"ipc://{folder}/engine",
         source=VIRTUAL,
-        stall_s=60.0,
+        watchdog_s=60.0,
         tenants=(),
         log_level="warning",
         log_format="text",

@@ -138,7 +138,8 @@ def test_two_front_ends_route_by_the_reports_of_the_same_engines() -> None:
 
 
 def test_health_and_stats_are_those_of_both_engines(server: ServerProcess) -> None:
-    assert get(server, "/ready").json() == {"ready": True, "why": None}
+    engines = {"both": {"up": 2, "total": 2}}
+    assert get(server, "/ready").json() == {"ready": True, "why": None, "engines": engines}
     health = get(server, "/health").json()
     assert health["status"] == "ok" and health["kv_tokens"] == 2 * 524_288
     assert metric(server, "replicas_up") == 2 == metric(server, "engine_up") * 2
@@ -296,6 +297,63 @@ def test_requests_are_served_while_an_engine_restarts_and_again_by_all_afterward
                 assert complete(server, [3, 4], 3).status_code == 200
                 assert get(server, "/ready").status_code == 200
         assert shared_prefix_hit_rate(server, 3000) > ROUTED_HIT_RATE, "a restarted engine reports its cache"
+
+
+def test_an_engine_that_is_stopped_is_restarted_and_the_others_never_notice() -> None:
+    with virtual("--replicas", "3", "--stall-s", "3", "--virtual-slowdown", "20") as server:
+        before = server.children["engine"]
+        stopped = before[1]
+        payload = [body([500 + number] * 40, 1_000) for number in range(30)]
+        streams = asyncio.run(stream_all(server, payload, lambda: os.kill(stopped, signal.SIGSTOP)))
+        failed = 0
+        for number, raw in enumerate(streams):
+            found = events(raw)
+            if found[-1] == b"[DONE]":
+                assert text_of(found) == expected_text([500 + number] * 40, 1_000)
+            else:
+                failed += 1
+                assert "no sign of life for 3 s" in found[-1]["error"]["message"]
+        assert failed < 30, "streams of the others went on"
+        wait_until(lambda: get(server, "/ready").json()["engines"] == {"both": {"up": 3, "total": 3}})
+        after = server.children["engine"]
+        assert stopped not in after and len({*before} & {*after}) == 2
+        assert_nothing_is_left(server)
+
+
+def test_health_and_metrics_do_not_wait_for_an_engine_that_is_stopped() -> None:
+    """From the moment on at which its silence is noticed."""
+    with virtual("--replicas", "3", "--stall-s", "600") as server:
+        stopped = server.children["engine"][2]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: get(server, "/ready").json()["engines"] == {"both": {"up": 2, "total": 3}})
+        ready, health = get(server, "/ready"), get(server, "/health")
+        assert ready.json()["ready"] and ready.status_code == health.status_code == 200
+        assert health.json()["engines"] == {"both": {"up": 2, "total": 3}}
+        assert "has not responded" in health.json()["failure"]
+        wait_until(lambda: get(server, "/health").json().get("kv_tokens") == 2 * 524_288)
+        assert metric(server, "replicas_up") == 2
+        os.kill(stopped, signal.SIGCONT)
+        wait_until(lambda: get(server, "/ready").json()["engines"] == {"both": {"up": 3, "total": 3}})
+        assert metric(server, "replicas_up") == 3 and stopped in server.children["engine"]
+
+
+def test_an_engine_that_makes_no_progress_is_restarted() -> None:
+    """It lives, and its pass takes longer than `--watchdog-s`."""
+    with virtual("--virtual-slowdown", "10000", "--watchdog-s", "0.5") as server:
+        engine = server.children["engine"][0]
+        response = complete(server, [1, 2, 3], 5)
+        assert response.status_code == 503 and "no progress for" in response.json()["error"]["message"]
+        wait_until(lambda: get(server, "/ready").status_code == 200)
+        assert engine not in server.children["engine"]
+
+
+def test_a_front_end_that_is_stopped_is_restarted() -> None:
+    with virtual("--workers", "2", "--stall-s", "3") as server:
+        stopped, other = server.children["front_end"]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_until(lambda: stopped not in server.children["front_end"] and len(server.children["front_end"]) == 2)
+        assert other in server.children["front_end"]
+        assert [complete(server, [number, 7], 3).status_code for number in range(4)] == [200] * 4
 
 
 def test_without_any_engine_requests_are_503_at_once_and_nothing_hangs(slow: ServerProcess) -> None:
