@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -36,6 +37,8 @@ from paceline.cluster.kv_protocol import (
     KvProtocolError,
     KvRejected,
     PagesSent,
+    Ping,
+    Pong,
     Rejected,
     Welcome,
     encode_frame,
@@ -50,6 +53,7 @@ log = logging.getLogger("paceline.kv")
 HANDSHAKE_S = 10.0  # for all of it, however slowly the peer sends
 JOIN_S = 10.0  # for threads to end; those that a dead device holds up are left behind
 _SEND_TIMEOUT_S = 30.0  # a peer that reads nothing for so long is lost
+_USER_TIMEOUT_S = 15.0  # what is sent and not acknowledged for so long ends a TCP connection
 _NONCE_BYTES = 32
 _MAX_DESCRIPTORS = 64  # one for each rank
 _EMPTY: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
@@ -84,7 +88,7 @@ def connect(address: str, timeout_s: float = HANDSHAKE_S) -> socket.socket:
     try:
         found.settimeout(timeout_s)
         found.connect(where)
-        _set_options(found)
+        set_options(found)
     except BaseException:
         found.close()
         raise
@@ -107,10 +111,20 @@ def bind(address: str) -> socket.socket:
     return found
 
 
-def _set_options(found: socket.socket) -> None:
-    if found.family != socket.AF_UNIX:
-        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+def set_options(found: socket.socket) -> None:
+    """Of both ends: a link that is cut says nothing, and is noticed by what is not acknowledged."""
+    if found.family == socket.AF_UNIX:
+        return
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_USER_TIMEOUT", int(1000 * _USER_TIMEOUT_S)),
+        ("TCP_KEEPIDLE", int(_USER_TIMEOUT_S / 3)),
+        ("TCP_KEEPINTVL", int(_USER_TIMEOUT_S / 3)),
+        ("TCP_KEEPCNT", 3),
+    ):
+        if hasattr(socket, name):  # not on every system
+            found.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 # ---------------------------------------------------------------------- handshake
@@ -245,6 +259,7 @@ class KvConnection:
         self._peer, self._handler = peer, handler
         self._queue: SimpleQueue[_Sending | None] = SimpleQueue()
         self._lock = threading.Lock()
+        self._sending = threading.Lock()  # one message at a time
         self._has_ended = False  # nothing is sent any more
         self._closed = threading.Event()
         self._reason = ""
@@ -286,6 +301,28 @@ class KvConnection:
 
         self._put(_Sending(write, after))
 
+    def send_now(self, message: Ping | Pong) -> None:
+        """Sends a message at once, before those that wait for copies. It may block, as long as the peer does not
+        read."""
+        with self._sending, contextlib.suppress(OSError):  # the reading thread notices the end
+            self._peer.sendall(encode_frame(message))
+
+    def try_to_ping(self) -> bool:
+        """Sends a ping if that does not block."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            poll = select.poll()
+            poll.register(self._peer, select.POLLOUT)
+            if not poll.poll(0):
+                return False
+            self._peer.sendall(encode_frame(Ping()))
+        except (OSError, ValueError):  # as above
+            return False
+        finally:
+            self._sending.release()
+        return True
+
     def _put(self, sending: _Sending) -> None:
         with self._lock:
             if not self._has_ended:
@@ -309,8 +346,9 @@ class KvConnection:
             try:
                 for one in sending.after:
                     one.wait()
-                if not self._closed.is_set():
-                    sending.write()
+                with self._sending:
+                    if not self._closed.is_set():
+                        sending.write()
             except Exception as error:  # of the socket or of the copies: the transfers of this connection are lost
                 self.close(f"sending failed: {error or type(error).__name__}")
             finally:

@@ -8,6 +8,7 @@ so the decode engine may use the memory for something else.
     prefill  Challenge ─▶            ◀─ Hello      Welcome or Rejected ─▶
     with NIXL                        ◀─ RemoteMemory  MemoryMapped ─▶
     decode   ◀─ StartPrefill (CancelPrefill)       PagesSent ... PrefillDone or PrefillFailed ─▶
+    always   ◀─ Ping                               Pong ─▶
 
 A frame is the length of the header (4 bytes, big-endian), the header (a message in MessagePack) and the payload that
 the header announces: the pages of `PagesSent` over TCP, each with the parts of all ranks. In shared memory pages are
@@ -156,6 +157,14 @@ class PrefillFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """From a decode engine, when it has heard nothing for a while: answered at once, whatever the engine does."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 KvMessage = (
     Challenge
     | Hello
@@ -168,6 +177,8 @@ KvMessage = (
     | PagesSent
     | PrefillDone
     | PrefillFailed
+    | Ping
+    | Pong
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[KvMessage] = msgspec.msgpack.Decoder(KvMessage)

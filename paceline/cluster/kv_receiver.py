@@ -19,6 +19,7 @@ import itertools
 import logging
 import socket
 import threading
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from paceline.cluster.breaker import CircuitBreaker
 from paceline.cluster.kv_connection import JOIN_S, KvConnection, Waitable, connect, greet
 from paceline.cluster.kv_nixl import NixlMemory
 from paceline.cluster.kv_protocol import (
@@ -37,6 +39,7 @@ from paceline.cluster.kv_protocol import (
     KvProtocolError,
     KvRejected,
     PagesSent,
+    Pong,
     PrefillDone,
     PrefillFailed,
     StartPrefill,
@@ -52,7 +55,8 @@ if TYPE_CHECKING:
     from paceline.engine.output_processor import Sink
 
 log = logging.getLogger("paceline.kv")
-_RETRY_S, _MAX_RETRY_S = 1.0, 30.0  # between attempts to connect
+_BEAT_S = 1.0  # between two looks at the signs of life of the peers
+_MAX_SILENT = 5  # looks without one; counted, since this process may have been stopped itself
 _MIN_WAIT_S = 0.001
 
 
@@ -71,7 +75,11 @@ class _WaitingJob:
 
 
 class _Peer:
-    """A prefill engine: connected when it is first needed, and again after it was lost."""
+    """A prefill engine: connected when it is first needed, and again after it was lost.
+
+    Prompts wait for the first connection. After a failure they are computed here, and one probe tests the peer: another
+    connection, a ping, or, if it answers these and was late, one prompt.
+    """
 
     def __init__(self, owner: RemotePrefill, address: str) -> None:
         self._owner, self.address = owner, address
@@ -83,11 +91,47 @@ class _Peer:
         self._connector: threading.Thread | None = None  # the last one
         self._greeted: socket.socket | None = None  # during the handshake
         self._unsent: list[tuple[StartPrefill, Sequence[Waitable]]] = []  # until it is connected
-        self._retry_at, self._delay = 0.0, _RETRY_S
+        self._breaker = CircuitBreaker()
+        self._num_silent, self._is_pinged = 0, False
         self._lock = threading.Lock()
 
     def is_usable(self, now: float) -> bool:
-        return self._connection is not None or self._connecting or now >= self._retry_at
+        """Whether it may compute a prompt. If it is to be connected again, that begins."""
+        with self._lock:
+            if self._connection is not None:
+                return self._num_silent < _MAX_SILENT and self._breaker.may_begin(now)
+            if self._breaker.is_closed:
+                return True
+            if not self._connecting and self._breaker.begin(now):
+                self._begin_connecting()
+            return False
+
+    def begin(self, now: float) -> bool:
+        """As `is_usable`, for a prompt that is sent next; `ended` must follow."""
+        with self._lock:
+            return self._num_silent < _MAX_SILENT and self._breaker.begin(now)
+
+    def ended(self, cause: Cause | None, now: float, *, had_time: bool) -> None:
+        """A prompt has ended. `had_time`: all that `prefill_timeout_s` gives."""
+        with self._lock:
+            if cause is None:
+                self._breaker.succeeded()
+            elif cause is Cause.SILENT or (cause is Cause.TIMEOUT and had_time):
+                self._breaker.failed(now)
+            elif cause is not Cause.CONNECTION:  # which `on_closed` counts
+                self._breaker.abandoned()
+
+    def check(self) -> bool:
+        """Once in `_BEAT_S`. Returns whether the peer has just become silent."""
+        with self._lock:
+            if self._connection is None:
+                return False
+            self._num_silent += 1
+            if not self._is_pinged:  # one at a time: those of a peer that is stopped would fill the connection
+                self._is_pinged = True  # first: the answer may come before the call returns
+                if not self._connection.try_to_ping():
+                    self._is_pinged = False
+            return self._num_silent == _MAX_SILENT
 
     def send(self, message: KvMessage, *, after: Sequence[Waitable] = ()) -> None:
         with self._lock:
@@ -96,9 +140,13 @@ class _Peer:
                 return
             if isinstance(message, StartPrefill):
                 self._unsent.append((message, after))
-                self.connect()
+                self._begin_connecting()
 
     def connect(self) -> None:
+        with self._lock:
+            self._begin_connecting()
+
+    def _begin_connecting(self) -> None:
         if not self._connecting:
             self._connecting = True
             self._connector = threading.Thread(target=self._connect, name="paceline-kv-connect", daemon=True)
@@ -115,11 +163,9 @@ class _Peer:
                 peer.close()
                 raise
         except (OSError, PacelineError) as error:
-            if isinstance(error, KvRejected):  # it will not change by itself
-                self._delay = _MAX_RETRY_S
             with self._lock:
-                self._connecting, self._retry_at = False, owner.clock() + self._delay
-                self._delay = min(2 * self._delay, _MAX_RETRY_S)
+                self._connecting = False
+                self._breaker.failed(owner.clock(), for_long=isinstance(error, KvRejected))
                 self._unsent.clear()
             if not owner.is_closed:
                 log.warning(
@@ -128,7 +174,8 @@ class _Peer:
             owner.lost(self, str(error))
             return
         with self._lock:
-            self._connecting, self._delay = False, _RETRY_S
+            self._connecting, self._num_silent, self._is_pinged = False, 0, False
+            self._breaker.succeeded()
             self._connection = KvConnection(peer, self, "paceline-kv")
             for message, after in self._unsent:
                 self._connection.send(message, after=after)
@@ -136,12 +183,16 @@ class _Peer:
         log.info("connected to the prefill engine at %s", self.address)
 
     def on_message(self, message: KvMessage, payload: npt.NDArray[np.uint8]) -> None:
+        self._num_silent = 0
+        if isinstance(message, Pong):
+            self._is_pinged = False
+            return
         self._owner.received(self, message, payload)
 
     def on_closed(self, reason: str) -> None:
         with self._lock:
             self._connection = None
-            self._retry_at = self._owner.clock() + self._delay
+            self._breaker.failed(self._owner.clock())
         if not self._owner.is_closed:
             log.warning("lost the prefill engine at %s: %s", self.address, reason)
         self._owner.lost(self, reason)
@@ -284,8 +335,11 @@ class RemotePrefill:
         job, size = waiting.job, scheduler.config.page_size
         probe = Request(job.id or waiting.id, job.prompt, tenant=job.tenant, cache_salt=job.cache_salt)
         reservation = None
-        if waiting.ended is None and not self.is_closed and self._num_missing(scheduler, probe) >= self._min_tokens:
+        is_worth_it = waiting.ended is None and self._num_missing(scheduler, probe) >= self._min_tokens
+        if is_worth_it and not self.is_closed and peer.begin(self.clock()):
             reservation = scheduler.reserve_received(waiting.id, probe)
+            if reservation is None:
+                peer.ended(Cause.CANCELLED, self.clock(), had_time=False)
         if reservation is None:
             self._add(waiting)
             return
@@ -392,6 +446,15 @@ class RemotePrefill:
             self.shared.write(pages, payload.reshape(message.count, -1))
         return True
 
+    def _check_peers(self) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        for peer in self._peers.values():
+            if peer.check():
+                reason = f"no sign of life for {_MAX_SILENT * _BEAT_S:g} s"
+                log.warning("the prefill engine at %s hangs: %s; its prompts are computed here", peer.address, reason)
+                outcomes += self._transfers.on_silence(peer.address, reason)
+        return outcomes
+
     def lost(self, peer: _Peer, reason: str) -> None:
         with self._lock:
             outcomes = self._transfers.on_disconnect(peer.address, self.clock(), reason)
@@ -399,13 +462,17 @@ class RemotePrefill:
         self._apply(outcomes)
 
     def _expire(self) -> None:
+        beat_at = time.monotonic() + _BEAT_S
         while True:
             with self._lock:
                 if self.is_closed:
                     return
-                at = self._transfers.next_time
-                self._lock.wait(None if at is None else max(_MIN_WAIT_S, at - self.clock()))
+                at, left_s = self._transfers.next_time, beat_at - time.monotonic()
+                self._lock.wait(max(_MIN_WAIT_S, left_s if at is None else min(left_s, at - self.clock())))
                 outcomes = self._transfers.expire(self.clock())
+                if time.monotonic() >= beat_at:
+                    outcomes += self._check_peers()
+                    beat_at = time.monotonic() + _BEAT_S
             self._apply(outcomes)
 
     def _apply(self, outcomes: Sequence[Outcome]) -> None:
@@ -438,6 +505,9 @@ class RemotePrefill:
         self._engine.call(action).add_done_callback(check)
 
     def _note(self, waiting: _WaitingJob, settled: Settled) -> None:
+        timeout_s = waiting.job.timeout_s
+        had_time = timeout_s is None or timeout_s >= self._timeout_s
+        self._peers[waiting.peer].ended(settled.cause, self.clock(), had_time=had_time)
         if settled.cause is None:
             return
         if settled.cause is not Cause.CANCELLED:
@@ -445,5 +515,5 @@ class RemotePrefill:
                 "request %s is computed here: its KV did not come from %s (%s: %s)",
                 waiting.job.id, waiting.peer, settled.cause.value, settled.detail,
             )  # fmt: skip
-        if settled.cause in (Cause.TIMEOUT, Cause.CANCELLED, Cause.DAMAGED) and not self.is_closed:
+        if settled.cause in (Cause.TIMEOUT, Cause.SILENT, Cause.CANCELLED, Cause.DAMAGED) and not self.is_closed:
             self._peers[waiting.peer].send(CancelPrefill(waiting.id))

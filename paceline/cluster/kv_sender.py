@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, welcome
+from paceline.cluster.handshakes import LOG_INTERVAL_S, Handshakes, RejectionLog, group_of
+from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, set_options, welcome
 from paceline.cluster.kv_nixl import NixlMemory, RemotePages
 from paceline.cluster.kv_protocol import (
     CancelPrefill,
@@ -36,6 +37,8 @@ from paceline.cluster.kv_protocol import (
     KvMessage,
     KvProtocolError,
     PagesSent,
+    Ping,
+    Pong,
     PrefillDone,
     PrefillFailed,
     StartPrefill,
@@ -52,7 +55,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("paceline.kv")
 STAGING_BYTES = 1 << 30  # for pages that wait for a socket
 _MESSAGE_BYTES = 4 << 20  # of pages in one message over TCP
-_MAX_HANDSHAKES = 16  # at the same time: each has a thread, and anybody can connect
 _ACCEPT_RETRY_S = 0.1
 # Greedy, and one token: it proves that the KV is free of NaN.
 _PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -106,6 +108,8 @@ class _Link:
                 self.server.start(self, message)
             case CancelPrefill():
                 self.server.cancel(self, message.id)
+            case Ping():
+                self.connection.send_now(Pong())
             case _:
                 raise KvProtocolError(f"a decode engine sent {type(message).__name__}.")
 
@@ -145,11 +149,14 @@ class PrefillServer:
         self._memory = NixlMemory(self._staging) if nixl and self._staging is not None else None
         self._is_closed = False
         self._handshakes: dict[threading.Thread, socket.socket] = {}
+        self._strangers: Handshakes[threading.Thread] = Handshakes()
+        self._rejections = RejectionLog()
         self._ending: set[threading.Thread] = set()  # of connections that are no longer in `_links`
         # Metrics
         self.num_bytes = self.num_started = self.num_completed = 0
         self.failures: Counter[str] = Counter()  # by cause
         self._socket = bind(address)
+        self._socket.settimeout(LOG_INTERVAL_S)
         self._accepter = threading.Thread(target=self._accept, name="paceline-kv-accept", daemon=True)
         self._accepter.start()
 
@@ -198,42 +205,57 @@ class PrefillServer:
     def _accept(self) -> None:
         while True:
             try:
-                peer, _ = self._socket.accept()
+                peer, address = self._socket.accept()
+            except TimeoutError:
+                with self._lock:
+                    self._rejections.flush(time.monotonic())
+                continue
             except OSError as error:
                 if self._is_closed:
                     return
-                log.warning("cannot accept a decode engine, will try again: %s", error)  # no descriptors left, ...
+                with self._lock:  # no descriptors left, ...
+                    self._rejections.add(f"its connection cannot be accepted: {error}", time.monotonic())
                 time.sleep(_ACCEPT_RETRY_S)
                 continue
             thread = threading.Thread(target=self._welcome, args=(peer,), name="paceline-kv-welcome", daemon=True)
+            is_welcome, victim = True, None
             with self._lock:
-                is_welcome = len(self._handshakes) < _MAX_HANDSHAKES
+                if peer.family != socket.AF_UNIX:  # which only the user of this process can connect to
+                    is_welcome, victim = self._strangers.admit(thread, group_of(address[0]), time.monotonic())
                 if is_welcome:
                     self._handshakes[thread] = peer
+                if victim is not None:
+                    with contextlib.suppress(OSError):  # it may have ended
+                        self._handshakes[victim].shutdown(socket.SHUT_RDWR)
             if is_welcome:
                 thread.start()
             else:
-                self.failures["rejected"] += 1
-                peer.close()
+                self._reject(f"{group_of(address[0])} connects too often", peer)
+
+    def _reject(self, reason: str, peer: socket.socket) -> None:
+        peer.close()
+        with self._lock:
+            self.failures["rejected"] += 1
+            self._rejections.add(reason, time.monotonic())
 
     def _welcome(self, peer: socket.socket) -> None:
         try:
             self._connect(peer)
         finally:
             with self._lock:
+                self._strangers.ended(threading.current_thread())
                 del self._handshakes[threading.current_thread()]
 
     def _connect(self, peer: socket.socket) -> None:
         name = f"decode-{next(self._numbers)}"
         try:
+            set_options(peer)
             memory = welcome(peer, self._token, self._layout, self._memory)
             if isinstance(memory, SharedPages):
                 memory.connection = peer.fileno()
                 self._engine.executor.map_pages(memory)
         except (OSError, PacelineError, RuntimeError, ValueError) as error:
-            log.warning("a decode engine was rejected: %s", error)
-            self.failures["rejected"] += 1
-            peer.close()
+            self._reject(str(error), peer)
             return
         link = _Link(self, name, memory)
         with self._lock:

@@ -21,6 +21,7 @@ from enum import StrEnum
 import numpy as np
 
 from paceline.cluster.kv_protocol import PagesSent, PrefillDone, PrefillFailed
+from paceline.request import FinishReason
 
 # After the end of a connection, which is when all ranks of the peer are gone (`SharedPages.connection`): copies of a
 # process that was killed may still run.
@@ -31,6 +32,7 @@ class Cause(StrEnum):
     """Why a transfer failed."""
 
     TIMEOUT = "timeout"
+    SILENT = "silent"  # the prefill engine shows no sign of life
     CONNECTION = "connection"  # refused, lost or broken
     DAMAGED = "damaged"  # checksum or size
     INCOMPLETE = "incomplete"  # pages are missing at the end
@@ -136,7 +138,9 @@ class IncomingTransfers:
         if one is None:
             self.num_stray += 1
             return []
-        return self._release(one) if one.is_settled else self._end(one, Cause.REFUSED, message.reason)
+        # The prefill engine knows the deadline, too, and may notice first that it has passed.
+        cause = Cause.TIMEOUT if message.reason == FinishReason.DEADLINE else Cause.REFUSED
+        return self._release(one) if one.is_settled else self._end(one, cause, message.reason)
 
     def on_disconnect(self, peer: str, now: float, detail: str) -> list[Outcome]:
         outcomes: list[Outcome] = []
@@ -146,6 +150,15 @@ class IncomingTransfers:
             if one.released_at is None:
                 one.released_at = now + GRACE_S
         return outcomes
+
+    def on_silence(self, peer: str, detail: str) -> list[Outcome]:
+        """The peer may continue, and write what it was asked for: its memory is not released yet."""
+        return [
+            outcome
+            for one in list(self._transfers.values())
+            if one.peer == peer and not one.is_settled
+            for outcome in self._fail(one, Cause.SILENT, detail)
+        ]
 
     def cancel(self, id: str) -> list[Outcome]:
         """The request has ended."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 import struct
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.cluster import kv_connection, kv_sender
+from paceline.cluster import breaker, handshakes, kv_connection, kv_receiver, kv_sender
 from paceline.cluster.kv_protocol import KvMessage, PagesSent, PrefillDone
 from paceline.cluster.kv_transfer import GRACE_S
 from paceline.engine.build import build_engine
@@ -241,6 +242,65 @@ def test_a_prefill_engine_that_never_answers_is_given_up(
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])
+def test_a_prefill_engine_that_is_stopped_is_left_out_until_it_continues(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    """As SIGSTOP does it: what was sent to it is answered when it continues."""
+    monkeypatch.setattr(kv_receiver, "_BEAT_S", 0.05)
+    runs, on_message = threading.Event(), kv_sender._Link.on_message
+
+    def held(link: Any, message: Any, payload: Any) -> None:
+        assert runs.wait(120)
+        on_message(link, message, payload)
+
+    monkeypatch.setattr(kv_sender._Link, "on_message", held)
+    with Pair(tmp_path, transport, timeout_s=600.0) as pair:
+        ask_all(pair, expected)  # well before the timeout
+        assert pair.remote.failures == {"silent": pair.remote.num_started} and pair.remote.num_started > 0
+        started = pair.remote.num_started
+        assert pair.submit(PROMPTS[5], cache_salt="next").result()
+        assert pair.remote.num_started == started, "it is not asked again"
+        runs.set()
+        salts = map(str, itertools.count())
+        wait_until(lambda: pair.submit(PROMPTS[5], cache_salt=next(salts)).result() and pair.remote.num_completed)
+        wait_until(lambda: pair.num_reserved() == 0 and pair.server.num_open == 0)
+        pair.check()
+
+
+def test_after_a_timeout_prompts_are_computed_here_and_one_tests_the_prefill_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers pings, and computes nothing."""
+    monkeypatch.setattr(breaker, "FIRST_DELAY_S", 1000.0)
+    monkeypatch.setattr(breaker, "MAX_DELAY_S", 4000.0)
+    with Pair(tmp_path, timeout_s=0.2) as pair:
+        later, clock, salts = [0.0], pair.remote.clock, map(str, itertools.count())
+        pair.remote.clock = lambda: clock() + later[0]  # type: ignore[method-assign]
+
+        def ask(count: int) -> int:
+            """Sends this many prompts. Returns how many of them the prefill engine was asked for."""
+            before, salt = pair.remote.num_started, next(salts)
+            answers = [pair.submit(PROMPTS[number], cache_salt=salt) for number in range(count)]
+            assert all(answer.result() for answer in answers)
+            return pair.remote.num_started - before
+
+        pair.prefill.pause().result()
+        assert ask(1) == 1
+        assert ask(4) == 0
+        for delay in (1000, 2000):
+            later[0] += delay
+            assert ask(4) == 1, "one of them is the probe"
+            assert ask(4) == 0
+        pair.prefill.resume()
+        assert ask(4) == 0, "it is not tried before"
+        later[0] += 4000
+        pair.remote._timeout_s = 600.0
+        assert ask(1) == 1 and ask(4) == 4
+        wait_until(lambda: pair.num_reserved() == 0 and pair.server.num_open == 0)
+        pair.check()
+
+
+@pytest.mark.parametrize("transport", ["shared", "tcp"])
 def test_an_aborted_request_ends_on_both_sides(tmp_path: Path, transport: str) -> None:
     with Pair(tmp_path, transport) as pair:
         pair.prefill.pause().result()
@@ -355,13 +415,35 @@ def test_no_handshake_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_flood_of_connections_harms_no_transfer(tmp_path: Path, expected: list[list[int]]) -> None:
     with Pair(tmp_path, "tcp") as pair:
         address = ("127.0.0.1", pair.server.port)
-        strangers = [socket.create_connection(address) for _ in range(kv_sender._MAX_HANDSHAKES + 4)]
+        strangers = [socket.create_connection(address) for _ in range(handshakes.MAX_HANDSHAKES + 4)]
         wait_until(lambda: pair.server.failures["rejected"] >= 4)
         ask_all(pair, expected)
         for one in strangers:
             one.close()
         wait_until(lambda: not pair.server._handshakes)
         assert pair.server.failures["rejected"] >= len(strangers)  # the decode engine may have tried meanwhile
+
+
+def test_strangers_that_hold_all_handshakes_keep_no_peer_out(
+    tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_connection, "HANDSHAKE_S", 600.0)  # they are not cut off in time
+    with caplog.at_level("WARNING"), Pair(tmp_path, "tcp") as pair:
+        ask_all(pair, expected)
+        address = ("127.0.0.1", pair.server.port)
+        strangers = [socket.create_connection(address) for _ in range(handshakes.MAX_HANDSHAKES)]
+        wait_until(lambda: len(pair.server._handshakes) == handshakes.MAX_HANDSHAKES)
+        for link in list(pair.server._links):
+            link.connection.close("cut")
+        salts = map(str, itertools.count())
+        done = pair.remote.num_completed
+        wait_until(
+            lambda: pair.submit(PROMPTS[5], cache_salt=next(salts)).result() and pair.remote.num_completed > done
+        )
+        for one in strangers:
+            one.close()
+        wait_until(lambda: not pair.server._handshakes)
+    assert caplog.text.count("rejected") == 1, "one line for all of them"
 
 
 def test_a_stranger_that_sends_byte_by_byte_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
