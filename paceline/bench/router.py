@@ -1,7 +1,8 @@
 """`paceline bench router`: the time of a routing decision, with 64 replicas and a million cached pages.
 
 Nothing else runs: prompts are hashed, looked up and routed on one core. A prompt begins with part of one that some
-replicas hold. The hit rate is what the router expects; that of random routing is the mean over all replicas.
+replicas hold. The hit rate is what the router expects; that of random routing is the mean over all replicas. A second
+table has the requests that a replica gets which is stopped most of the time, on a virtual clock.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench import stalling
 from paceline.cluster.block_hash import block_hashes, root_hash
 from paceline.cluster.load import LoadReport
 from paceline.cluster.router import Router, RouteRequest
+from paceline.config import ROUTERS
 from paceline.engine.virtual.executor import SMALL_MODEL_H200
 
 NUM_REPLICAS = 64
@@ -92,4 +95,12 @@ def main(num_decisions: int = 3000) -> None:
     console.print(table)
     console.print(f"one stored page of a KV event: {cluster.stored_us:.2f} µs")
     figures["stored_us"] = round(cluster.stored_us, 3)
+    table = Table(title="three replicas, one of them stopped for 90% of the time")
+    for title in ("router", "its share of requests", "mean latency, ms"):
+        table.add_column(title, justify="left" if title == "router" else "right")
+    for name in ROUTERS:
+        share, latency_s = stalling.run(name)
+        table.add_row(name, f"{share:.1%}", f"{latency_s * 1e3:,.0f}")
+        figures |= {f"stopped_share_{name}": round(share, 4), f"stopped_latency_ms_{name}": round(latency_s * 1e3, 1)}
+    console.print(table)
     print(json.dumps(figures))

@@ -6,7 +6,8 @@ The cost of a replica is the time that the request would take there, in seconds:
     + predicted wait * the tenant's share of the requests there
 
 Load comes from the reports of the engines, plus what was routed since the last one. The tenant's share is a penalty:
-engines serve tenants in turn, so its further requests wait for its own, and they spread over the replicas.
+engines serve tenants in turn, so its further requests wait for its own, and they spread over the replicas. The whole is
+multiplied by how much slower the replica has served than it predicts (`ServiceMeter`).
 
 Hysteresis: a replica that holds half of the prompt or more is kept as long as its cost is at most `_HYSTERESIS` above
 the least. If it is beyond, it is overloaded, and the prefix is computed, and from then on held, by a second replica.
@@ -26,10 +27,12 @@ from enum import StrEnum
 from paceline.cluster.block_hash import block_hashes, root_hash
 from paceline.cluster.load import LoadReport
 from paceline.cluster.page_index import PageIndex
+from paceline.cluster.service import ServiceMeter
 from paceline.request import PacelineError, Tokens
 from paceline.scheduler.step_time import StepTime
 
 LATE_S = 5.0  # without a report for so long, a replica is late
+ALLOWED_S = 0.05  # between two reports of a replica with work, besides two passes
 ASSUME_S = 10.0  # how long after the predicted wait an assumed page counts without an event
 _HYSTERESIS = 0.25
 _SIMILAR = 0.05  # costs that differ by less are the same
@@ -98,6 +101,7 @@ class _Replica:
     unreported: dict[int, _Routed] = field(default_factory=dict)
     num_new_tokens: int = 0  # prompt tokens of those
     num_new_computed: int = 0  # of these, not cached
+    service: ServiceMeter = field(default_factory=ServiceMeter)
     pressure: float = 0.0  # prompt tokens routed here and not cached; recent ones weigh more
 
     def times(self, typical: StepTime) -> _Times:
@@ -162,6 +166,7 @@ class Router:
         one = self._replicas[replica]
         if not one.is_up:  # it was sent before the replica went down
             return
+        one.service.reported(now, self._allowed_s(one))  # by what it knew until now
         one.load, self._reported[replica] = load, now
         for number in [number for number in one.unreported if number <= num_seen]:
             self._forget_unreported(one, number)
@@ -194,7 +199,7 @@ class Router:
             raise NoReplica("Every replica is down or draining: retry in a moment.")
         if self._strategy != "cache":
             index = self._by_strategy()
-            return Decision(index, Reason.STRATEGY, self._add(self._replicas[index], request, 0), 0)
+            return Decision(index, Reason.STRATEGY, self._add(self._replicas[index], request, 0, now), 0)
         self._pages.expire(now)
         hashes = block_hashes(request.prompt, self._page_size, root_hash(request.namespace)).tolist()
         prefixes = self._pages.prefix_pages(hashes)
@@ -206,12 +211,12 @@ class Router:
                 if at < since or one.is_draining
             ]
         if len(excluded) < len(self._replicas):
-            index, reason = self._cheapest(excluded, request, prefixes, len(hashes))
+            index, reason = self._cheapest(excluded, request, prefixes, len(hashes), now)
         else:
             index, reason = self._least_loaded(), Reason.LATE
         self._pages.assume(index, hashes[prefixes[index] :], now + self._times[index][0] + ASSUME_S)
         num_cached = prefixes[index] * self._page_size
-        return Decision(index, reason, self._add(self._replicas[index], request, num_cached), num_cached)
+        return Decision(index, reason, self._add(self._replicas[index], request, num_cached, now), num_cached)
 
     def finished(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A request has ended, or was never sent. Unknown ids are those of a replica that went down."""
@@ -220,6 +225,8 @@ class Router:
             return
         one = self._replicas[routed.replica]
         one.num_requests -= 1
+        if not one.num_requests:
+            one.service.ended()
         self._leave(routed)
         if routed.number in one.unreported:
             self._forget_unreported(one, routed.number)
@@ -243,9 +250,11 @@ class Router:
         return usable[self._turn % len(usable)]
 
     def _cheapest(
-        self, excluded: Sequence[int], request: RouteRequest, prefixes: list[int], num_pages: int
+        self, excluded: Sequence[int], request: RouteRequest, prefixes: list[int], num_pages: int, now: float
     ) -> tuple[int, Reason]:
         costs = self._costs(request, prefixes)
+        for one in self._replicas:
+            costs[one.index] *= self._slowdown(one, now)
         for index in excluded:
             costs[index], prefixes[index] = math.inf, 0
         least, longest = min(costs), max(prefixes)
@@ -258,6 +267,19 @@ class Router:
         limit = least * (1 + _SIMILAR)
         _, index = min([(self._replicas[index].pressure, index) for index, cost in enumerate(costs) if cost <= limit])
         return index, Reason.REPLICATE if holds_half else Reason.LOAD
+
+    def _slowdown(self, one: _Replica, now: float) -> float:
+        service = one.service
+        if now - service.since <= ALLOWED_S:
+            return service.slowdown
+        return service.slowdown_at(now, self._allowed_s(one))
+
+    def _allowed_s(self, one: _Replica) -> float:
+        """Between two reports: two passes, with the prompts that it knows of and that it was sent."""
+        _, token_s, step_s, _ = self._times[one.index]
+        num_tokens = one.num_new_computed + (one.load.max_prefill_tokens if one.load.num_waiting else 0)
+        num_tokens = min(num_tokens + one.load.num_prompt_tokens, one.load.max_prefill_tokens)
+        return ALLOWED_S + 2 * (step_s + token_s * num_tokens)
 
     def _costs(self, request: RouteRequest, prefixes: Sequence[int]) -> list[float]:
         """Of all replicas, in seconds."""
@@ -274,7 +296,9 @@ class Router:
 
     # ------------------------------------------------------------------ requests in progress
 
-    def _add(self, one: _Replica, request: RouteRequest, num_cached: int) -> int:
+    def _add(self, one: _Replica, request: RouteRequest, num_cached: int, now: float) -> int:
+        if not one.num_requests:
+            one.service.began(now)
         one.num_routed += 1
         one.num_requests += 1
         num_tokens = len(request.prompt)

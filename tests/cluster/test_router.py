@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from paceline.bench import stalling
 from paceline.cluster import router as router_module
 from paceline.cluster.block_hash import block_hashes, root_hash
 from paceline.cluster.load import LoadReport
@@ -102,6 +103,7 @@ def test_an_assumption_without_an_event_expires_and_one_with_an_event_stays() ->
         first = cluster.choose(LONG)
         if confirmed:
             cluster.router.stored(first.replica, hashes_of(LONG))
+        cluster.router.finished("r1")  # else it is slow
         cluster.now = 11.0
         cluster.report_all()
         assert cluster.choose(LONG).num_cached_tokens == expected
@@ -246,6 +248,28 @@ def test_late_replicas_are_left_out_while_others_are_on_time() -> None:
     assert cluster.choose(LONG).replica in (0, 2)
 
 
+@pytest.mark.parametrize("period_s", [1.0, 10.0])
+def test_a_replica_that_is_stopped_most_of_the_time_is_avoided(period_s: float) -> None:
+    """One of three serves a tenth of what it predicts, and reports that all is well."""
+    share, latency_s = stalling.run("cache", period_s=period_s)
+    even, _ = stalling.run("cache", period_s=period_s, stopped=0.0)
+    assert share < 0.03 and 0.3 < even < 0.36
+    assert latency_s < 0.1 < stalling.run("round-robin", period_s=period_s)[1]
+
+
+def test_a_replica_that_is_no_longer_stopped_gets_its_share_again() -> None:
+    share, _ = stalling.run("cache", until=60.0, seconds=300.0)
+    assert share > 0.25
+
+
+def test_a_replica_without_work_is_not_slow_because_it_reports_rarely() -> None:
+    cluster = Cluster(2)
+    for second in range(1, 60):
+        cluster.now = float(second)
+        cluster.report_all()
+    assert [cluster.router._slowdown(one, cluster.now) for one in cluster.router._replicas] == [1.0, 1.0]
+
+
 def test_without_reports_the_replica_with_the_fewest_requests_is_chosen() -> None:
     cluster = Cluster(3)
     cluster.router.stored(1, hashes_of(LONG))
@@ -358,6 +382,35 @@ class Reference:
         self.pressure = [0.0] * NUM
         self.typical = router_module._FIRST_STEP_TIME
         self.output, self.weight = 128.0, 1.0
+        # Of each replica: since when a report is due, and (when it came, how late it was, after how long)
+        self.since = [math.inf] * NUM
+        self.gaps: list[list[tuple[float, float, float]]] = [[] for _ in range(NUM)]
+        self.measured = [0.0] * NUM
+
+    def slowdown(self, replica: int, now: float) -> float:
+        gaps, gap = list(self.gaps[replica]), max(0.0, now - self.since[replica])
+        if gap > self.allowed(replica):
+            gaps.append((now, gap - self.allowed(replica), gap))
+        else:
+            now = self.measured[replica]
+        stalled = sum(late * math.exp((at - now) / 30) for at, late, _ in gaps)
+        observed = sum(all_of_it * math.exp((at - now) / 30) for at, _, all_of_it in gaps)
+        return (observed + 1) / (observed - stalled + 1)
+
+    def allowed(self, replica: int) -> float:
+        load, times, unseen = self.reports[replica][0], self.times(replica), self.unseen(replica)
+        rows = load.num_running + load.num_waiting + len(unseen) + 1
+        step = times.seconds(0, rows, load.num_context_tokens + sum(tokens for tokens, _ in unseen))
+        most = load.max_prefill_tokens
+        prompts = load.num_prompt_tokens + sum(new for _, new in unseen) + (most if load.num_waiting else 0)
+        return 0.05 + 2 * (step + times.per_prefill_token * min(prompts, most))
+
+    def report(self, replica: int, load: LoadReport, now: float) -> None:
+        if self.since[replica] < math.inf:
+            gap = now - self.since[replica]
+            self.gaps[replica].append((now, max(0.0, gap - self.allowed(replica)), gap))
+            self.since[replica] = now
+        self.measured[replica], self.reports[replica] = now, (load, now)
 
     def known(self, replica: int) -> set[int]:
         return self.held[replica].union(*(pages for _, pages in self.assumed[replica]))
@@ -375,7 +428,7 @@ class Reference:
             held = self.known(replica)
             prefixes.append(next((at for at, page in enumerate(hashes) if page not in held), len(hashes)))
         on_time = [index for index in usable if now - self.reports[index][1] <= 5.0]
-        costs = {index: self.cost(index, request, prefixes[index]) for index in range(NUM)}
+        costs = {index: self.cost(index, request, prefixes[index]) * self.slowdown(index, now) for index in range(NUM)}
         if not on_time:
             open_here = Counter(one[0] for one in self.requests.values())
             chosen, reason = min(usable, key=lambda index: (open_here[index], index)), Reason.LATE
@@ -393,6 +446,8 @@ class Reference:
         wait = self.wait(chosen)
         self.assumed[chosen].append((now + wait + 10.0, set(hashes[prefixes[chosen] :])))
         self.routed[chosen] += 1
+        if all(one[0] != chosen for one in self.requests.values()):
+            self.since[chosen] = now
         cached = prefixes[chosen] * PAGE
         num_tokens = len(request.prompt)
         self.requests[request.id] = (
@@ -433,6 +488,7 @@ class Reference:
         self.held[replica], self.assumed[replica] = set(), []
         self.requests = {id: one for id, one in self.requests.items() if one[0] != replica}
         self.routed[replica], self.pressure[replica] = 0, 0.0
+        self.since[replica], self.gaps[replica], self.measured[replica] = math.inf, [], 0.0
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -468,7 +524,9 @@ class RouterMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.reference.requests)))
         tokens = data.draw(st.sampled_from([0, 1, 100]))
         self.router.finished(request_id, tokens)
-        del self.reference.requests[request_id]
+        replica = self.reference.requests.pop(request_id)[0]
+        if all(one[0] != replica for one in self.reference.requests.values()):
+            self.reference.since[replica] = math.inf
         if tokens:
             self.reference.output += 0.02 * (tokens - self.reference.output)
 
@@ -480,11 +538,11 @@ class RouterMachine(RuleBasedStateMachine):
         seen=st.integers(0, 20),
     )
     def report(self, replica: int, rows: int, wait: float, measured: bool, seen: int) -> None:
-        load = LoadReport(1000, rows, rows // 4, 64 * rows, wait, TIMES if measured else None)
+        load = LoadReport(1000, rows, rows // 4, 64 * rows, wait, TIMES if measured else None, 8 * rows, 64)
         self.router.report(replica, load, self.now, seen)
         reference = self.reference
         if reference.up[replica]:
-            reference.reports[replica] = load, self.now
+            reference.report(replica, load, self.now)
             reference.typical = TIMES if measured else reference.typical
             for id, one in reference.requests.items():
                 if one[0] == replica and one[1] <= seen:
