@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from paceline.config import ServerConfig
@@ -19,6 +20,7 @@ from paceline.server import process_messages as messages
 from paceline.server.engine_client import ServedModel
 from paceline.server.process_messages import EngineSetup, FrontEndSetup, LineDecoder, ModelSource, ProtocolError
 from paceline.server.supervisor import ChildProcess
+from tests.server.virtual import wait_until
 
 MODEL = ServedModel("m", "llama", 1, "float32", "cpu", 512, 2048, 2048, 8, 8192, 0, 64)
 VIRTUAL = ModelSource(options={"executor": "virtual"})
@@ -130,3 +132,42 @@ def test_a_child_that_loses_its_supervisor_while_starting_exits_quietly(
         os.close(reading)  # before it writes anything: every write of the child fails
         _, errors = process.communicate(messages.encode_line(setup) if has_setup else b"", timeout=120)
     assert process.returncode == 1 and errors == b"", errors.decode()
+
+
+def test_a_child_that_hangs_is_killed_with_the_processes_that_it_has_started(tmp_path: Path) -> None:
+    """Signs of life are counted, not timed: what is not checked is not missed."""
+    (tmp_path / "silent_child.py").write_text(
+        "import subprocess, sys\n"
+        "from paceline.server.process_messages import Alive, send_to_supervisor\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "other.send_signal(19)\n"  # stopped: it cannot notice that its parent is gone
+        "send_to_supervisor(Alive(str(other.pid)))\n"
+        "sys.stdin.read()\n"
+        "other.wait()\n"
+    )
+
+    async def main(monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+        process = child("silent_child")
+        assert process.check(1.0) is None, "it has not begun"
+        running = asyncio.create_task(process.run())
+        while process._failure is None:
+            await asyncio.sleep(0.01)
+        other, process._failure, process._num_silent = int(process._failure), None, 0
+        checks = 0
+        while (why := process.check(10.0)) is None:
+            checks += 1
+        assert why == "no sign of life for 10 s" and checks == 10 / messages.BEAT_S
+        assert process.check(10.0) is None, "once"
+        return await running, other
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        status, other = asyncio.run(main(monkeypatch))
+    assert status == -9
+    wait_until(lambda: not psutil.pid_exists(other) or psutil.Process(other).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_child_that_reports_a_failure_is_killed() -> None:
+    process = child("paceline")
+    process._num_silent, process._failure = 0, "no progress for 61 s"
+    assert process.check(10.0) == "no progress for 61 s"
