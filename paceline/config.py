@@ -980,6 +980,7 @@ class ServerConfig(ReplicaConfig):
     # Limits
     max_body_bytes: int = option(16_777_216, "maximum size of a request body in bytes", low=1024)
     max_header_bytes: int = option(32_768, "maximum size of the request line and headers in bytes", low=1024)
+    max_headers: int = option(100, "maximum number of headers of a request", low=10)
     max_connections: int = option(
         4096, "maximum number of concurrent connections per worker; more are answered with 503", low=1
     )

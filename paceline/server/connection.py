@@ -1,13 +1,13 @@
 """HTTP connections: uvicorn's h11 protocol with limits, and a direct write path for streamed tokens.
 
-A client has `header_s` seconds, from the moment it connects, to send at most `max_header_bytes` of headers, and there
-are at most `max_connections` connections. `http.read_body` limits the body, `Connection.drain` slow readers.
+A client has `header_s` seconds, from the moment it connects, to send its headers: at most `max_headers`, of at most
+`max_header_bytes`. There are at most `max_connections` connections. `http.read_body` limits the body,
+`Connection.drain` slow readers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from typing import Any
 
 import h11
 import uvicorn
+from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -33,7 +34,6 @@ _MAX_PARSE_S, _MAX_CHUNKED_PARSE_S = 0.001, 0.0002  # of CPU time; a connection 
 _PAUSE_FACTOR = 4  # pauses between such reads, of all connections together, are that many times as long
 _MAX_SMALL_CHUNKS, _MIN_CHUNK_BYTES = 4096, 16  # a body of more chunks with fewer bytes on average is refused
 _LINGER_S = 2.0
-_END_OF_HEADERS = re.compile(rb"\r?\n\r?\n")
 
 
 class _UvicornState(ServerState):
@@ -63,11 +63,76 @@ class _UvicornState(ServerState):
         pass
 
 
-class _ChunkCounter(h11.Connection):
-    """Refuses bodies of very many very small chunks."""
+class _HeaderBuffer(ReceiveBuffer):
+    """Checks the lines of headers, and of the trailers of a chunked body, before h11 parses them, which takes 10 µs a
+    line. What has been checked is not checked again when more arrives."""
 
-    has_small_chunks = False  # an error of the request that was refused
+    def __init__(self, limits: ServerConfig) -> None:
+        super().__init__()
+        self._limits = limits
+        self._checked = self._num_lines = 0  # of the headers that are arriving
+        self.error: ApiError | None = None
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        if not self._data.startswith(b"\r\n"):  # no trailers
+            self.error = self._check()
+            if self.error is not None:
+                raise h11.RemoteProtocolError(self.error.message)
+        lines = super().maybe_extract_lines()
+        if lines is not None:
+            self._checked = self._num_lines = 0
+        return lines
+
+    def _check(self) -> ApiError | None:
+        data, limits = self._data, self._limits
+        end = data.find(b"\r\n\r\n", max(0, self._checked - 3))
+        stop, num_bytes = (len(data), len(data)) if end < 0 else (end + 2, end + 4)
+        if num_bytes > limits.max_header_bytes:
+            return ApiError(
+                f"The request line and headers are longer than {limits.max_header_bytes} bytes: send less, or raise "
+                "the server's max_header_bytes.",
+                status=431,
+                code="headers_too_large",
+            )
+        num_lines, before = data.count(b"\n", self._checked, stop), max(0, self._checked - 1)
+        # Proxies and servers read such lines differently, which lets a client smuggle a request: RFC 9112, 2.2 and 5.2.
+        for what, is_invalid in (
+            ("ends in LF without CR", num_lines != data.count(b"\r\n", before, stop)),
+            ("continues the one before (obs-fold)", any(data.find(b, before, stop) >= 0 for b in (b"\n ", b"\n\t"))),
+        ):
+            if is_invalid:
+                return _invalid(f"A line of the headers {what}: send every header in one line that ends in CRLF.")
+        self._num_lines += num_lines
+        self._checked = max(self._checked, stop)
+        if self._num_lines > 1 + limits.max_headers:  # the request line is one
+            return ApiError(
+                f"The request has more than {limits.max_headers} headers: send fewer, or raise the server's "
+                "max_headers.",
+                status=431,
+                code="too_many_headers",
+            )
+        return None
+
+
+def _invalid(message: str) -> ApiError:
+    return ApiError(message, code="invalid_http")
+
+
+class _Parser(h11.Connection):
+    """Refuses requests that h11 accepts: headers as in `_HeaderBuffer`, a body that is framed twice, and bodies of very
+    many very small chunks."""
+
     _num_chunks = _num_bytes = 0  # of the body
+
+    def __init__(self, limits: ServerConfig) -> None:
+        # The limit is of chunk headers too. `_HeaderBuffer` refuses headers before h11 does.
+        super().__init__(h11.SERVER, limits.max_header_bytes + _READ_BYTES)
+        self._receive_buffer: _HeaderBuffer = _HeaderBuffer(limits)
+
+    @property
+    def error(self) -> ApiError | None:
+        """Why the request was refused; None if h11 knows better."""
+        return self._receive_buffer.error
 
     def next_event(self) -> Any:
         event = super().next_event()
@@ -75,11 +140,24 @@ class _ChunkCounter(h11.Connection):
             self._num_chunks += event.chunk_end  # not its start: the bytes of a whole chunk are counted by then
             self._num_bytes += len(event.data)
             if self._num_chunks > _MAX_SMALL_CHUNKS and self._num_bytes < _MIN_CHUNK_BYTES * self._num_chunks:
-                self.has_small_chunks = True
-                raise h11.RemoteProtocolError("small chunks")
+                self._refuse(
+                    ApiError(
+                        f"The body has more than {_MAX_SMALL_CHUNKS} chunks, of less than {_MIN_CHUNK_BYTES} bytes on "
+                        "average: send larger chunks, or a Content-Length.",
+                        code="chunks_too_small",
+                    )
+                )
         elif isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            names = {name for name, _ in event.headers}
+            if b"transfer-encoding" in names and (b"content-length" in names or event.http_version < b"1.1"):
+                given = "with Content-Length" if b"content-length" in names else "in HTTP/1.0"
+                self._refuse(_invalid(f"Transfer-Encoding is given {given}: the length of the body is ambiguous."))
         return event
+
+    def _refuse(self, error: ApiError) -> None:
+        self._receive_buffer.error = error
+        raise h11.RemoteProtocolError(error.message)
 
 
 class Connection(H11Protocol):
@@ -87,8 +165,7 @@ class Connection(H11Protocol):
         self, config: uvicorn.Config, state: _UvicornState, limits: ServerConfig, counters: ServerCounters, loop: Any
     ) -> None:
         super().__init__(config, state, {"connection": self}, loop)
-        assert config.h11_max_incomplete_event_size is not None, "set by listen()"
-        self.conn: _ChunkCounter = _ChunkCounter(h11.SERVER, config.h11_max_incomplete_event_size)
+        self.conn: _Parser = _Parser(limits)
         self._state, self._limits, self._counters = state, limits, counters
         self._header_timer: asyncio.TimerHandle | None = None
         self._is_chunked = False  # the body of the last request
@@ -122,18 +199,6 @@ class Connection(H11Protocol):
     def handle_events(self) -> None:
         if self.transport.is_closing():
             return
-        if self.conn.their_state is h11.IDLE and self._is_header_too_long(self.conn.trailing_data[0]):
-            most = self._limits.max_header_bytes
-            self._refuse(
-                ApiError(
-                    f"The request line and headers are longer than {most} bytes: send less, or raise the server's "
-                    "max_header_bytes.",
-                    status=431,
-                    code="headers_too_large",
-                ),
-                linger=True,
-            )
-            return
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
@@ -143,34 +208,22 @@ class Connection(H11Protocol):
             self._start_header_timer()  # the next request on this connection has begun to arrive
         self._limit_reads(is_chunked_body=self._is_chunked and self.conn.their_state is h11.SEND_BODY)
 
-    def _is_header_too_long(self, data: bytes) -> bool:
-        most = self._limits.max_header_bytes
-        if len(data) <= most:
-            return False
-        end = _END_OF_HEADERS.search(data)
-        return end is None or end.end() > most
-
     def send_400_response(self, msg: str) -> None:
-        if self.conn.has_small_chunks and (self.cycle.response_complete or not self.cycle.response_started):
-            self._refuse(
-                ApiError(
-                    f"The body has more than {_MAX_SMALL_CHUNKS} chunks, of less than {_MIN_CHUNK_BYTES} bytes on "
-                    "average: send larger chunks, or a Content-Length.",
-                    code="chunks_too_small",
-                ),
-                linger=True,
-            )
-        elif self.cycle is None or self.cycle.response_complete:
-            self._refuse(ApiError(f"{msg} Send HTTP/1.1.", code="invalid_http"), linger=True)
-        elif self.cycle.response_started:
+        error = self.conn.error
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.abort()  # a response is being sent, and nothing else can be
+        elif error is not None or self.cycle is None or self.cycle.response_complete:
+            self._refuse(error or _invalid(f"{msg} Send HTTP/1.1."), linger=True)
         else:
-            self._refuse(ApiError(f"{msg} The body is not framed as its headers say.", code="invalid_http"))
+            self._refuse(_invalid(f"{msg} The body is not framed as its headers say."))
 
     def _refuse(self, error: ApiError, *, linger: bool = False) -> None:
         """Responds to a request that does not reach the app, and closes the connection. With `linger`, what the client
         still sends is read for a while: data that nobody reads would reset the connection and lose the response."""
         self._stop_header_timer()
+        if self.cycle is not None and not self.cycle.response_complete:  # the app may not write behind this response
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         body = error.body()
         headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body))}
         lines = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
@@ -259,8 +312,6 @@ async def listen(
         log_config=None,
         access_log=False,
         timeout_keep_alive=int(max(1, config.keep_alive_s)),
-        # Of trailers and chunk headers too. `_is_header_too_long` refuses headers before h11 does.
-        h11_max_incomplete_event_size=config.max_header_bytes + _READ_BYTES,
     )
     settings.load()
     loop = asyncio.get_running_loop()

@@ -40,6 +40,7 @@ _NOT_HERE = {
     "keep_alive_s": "set http_options of Ray Serve",
     "slow_reader_s": "Ray's proxy sends responses",
     "max_header_bytes": "Ray's proxy receives headers",
+    "max_headers": "Ray's proxy receives headers",
     "max_connections": "Ray's proxy accepts connections",
     "shutdown_s": "set drain_s",
     "kv_events": "the replicas would publish at one address",
