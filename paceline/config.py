@@ -897,6 +897,12 @@ class ServerConfig(ReplicaConfig):
         "origins of web pages that may call the server from a browser, separated by commas, such as "
         "https://chat.example; *: all (vLLM: allowed_origins)",
     )
+    allowed_hosts: str = option(
+        "",
+        "names by which clients may call the server (header Host), separated by commas, such as llm.example; *: all; "
+        "default: all, but without API keys on a loopback address only localhost and addresses, and no web pages of "
+        "other origins",
+    )
     live_page: bool = option(True, "serve a page at / that shows the engine's state; with API keys, to the admin only")
     shutdown_s: float = option(3.0, "seconds that running requests get to finish after SIGTERM or SIGINT", low=0.0)
     stall_s: float = option(
@@ -1040,6 +1046,12 @@ class ServerConfig(ReplicaConfig):
                     "without a path."
                 )
 
+        for name in self.allowed_host_names:
+            if not re.fullmatch(r"\*|[\w.-]+", name):
+                raise ConfigError(
+                    f"allowed_hosts has {name!r}: expected * or names such as llm.example, without a scheme or port."
+                )
+
     def kv_event_addresses(self, replica: int) -> tuple[str | None, str | None]:
         """Where a replica publishes and replays KV events."""
         given = self.kv_events, self.kv_events_replay
@@ -1096,6 +1108,10 @@ class ServerConfig(ReplicaConfig):
     @property
     def prefill_addresses(self) -> tuple[str, ...]:
         return tuple(one.strip() for one in self.prefill_peers.split(",") if one.strip())
+
+    @property
+    def allowed_host_names(self) -> list[str]:
+        return [name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()]
 
     @property
     def allowed_origins(self) -> list[str]:

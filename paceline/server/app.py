@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.request import PacelineError
 from paceline.server.cors import Cors
-from paceline.server.errors import api_error, unknown_route
+from paceline.server.errors import ApiError, api_error, unknown_route
 from paceline.server.generation import GenerationHandler
 from paceline.server.http import (
     AsgiEvent,
@@ -16,6 +16,7 @@ from paceline.server.http import (
     send_error,
 )
 from paceline.server.live_page import LivePage
+from paceline.server.page_guard import PageGuard
 from paceline.server.routes import ROUTES
 from paceline.server.routing import GenerationRoute, Route, make_router, methods_of
 from paceline.server.state import ServerState
@@ -24,7 +25,8 @@ from paceline.server.state import ServerState
 class App:
     """An ASGI app that serves one model."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, *, is_local: bool = False) -> None:
+        """`is_local`: only programs of this machine reach it."""
         self.state = state
         # By path alone, before any other dispatch: these routes carry the load.
         self._generating = {
@@ -33,11 +35,20 @@ class App:
         self._router = make_router(state, [route for route in ROUTES if isinstance(route, Route)])
         self._live_page = LivePage(state) if state.config.live_page else None
         self._cors = Cors(state.config.allowed_origins) if state.config.allowed_origins else None
+        names, is_open = state.config.allowed_host_names, is_local and not state.api_keys.is_required
+        self._guard = PageGuard(state.config, ROUTES) if (names or is_open) and "*" not in names else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         receive, send = drain_before_close(receive, send)
         if self._cors is not None:
             send = self._cors.wrap(scope, send)
+        if self._guard is not None:
+            try:
+                self._guard.check(scope)
+            except ApiError as error:
+                self.state.counters.responses["none", error.status] += 1
+                await send_error(send, scope, error)
+                return
         generating = self._generating.get(scope["path"])
         if scope["method"] == "OPTIONS":
             await self._send_options(scope, send)

@@ -8,6 +8,7 @@ A client has `header_s` seconds, from the moment it connects, to send its header
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -298,6 +299,11 @@ class Connection(H11Protocol):
         except TimeoutError:
             self._counters.slow_clients += 1
             self.transport.abort()
+
+
+def is_loopback(listening_socket: socket.socket) -> bool:
+    """Whether only programs of this machine can connect."""
+    return ipaddress.ip_address(listening_socket.getsockname()[0]).is_loopback
 
 
 async def listen(

@@ -20,7 +20,7 @@ from paceline.server.auth import ApiKeys
 from paceline.server.batches.runner import BatchRunner
 from paceline.server.batches.store import BatchStore
 from paceline.server.body_workers import BodyWorkers
-from paceline.server.connection import listen
+from paceline.server.connection import is_loopback, listen
 from paceline.server.engine_client import EngineGone
 from paceline.server.errors import shutting_down
 from paceline.server.logs import set_up_logs
@@ -55,8 +55,10 @@ _SWITCH_INTERVAL_S = 0.0002
 
 
 class _FrontEnd:
-    def __init__(self, setup: FrontEndSetup, tokenizer: Tokenizer, store: BatchStore | None) -> None:
-        self._setup = setup
+    def __init__(
+        self, setup: FrontEndSetup, tokenizer: Tokenizer, store: BatchStore | None, listening_socket: socket.socket
+    ) -> None:
+        self._setup, self._listening_socket = setup, listening_socket
         self._client = ReplicaClient(setup.name, setup.address, tokenizer, setup.config, setup.tenants)
         self._counters = ServerCounters()
         self._state = ServerState(
@@ -71,13 +73,13 @@ class _FrontEnd:
             worker=setup.name,
             on_draining=lambda draining: send_to_supervisor(SetDraining(draining)),
         )
-        self._app = App(self._state)
+        self._app = App(self._state, is_local=is_loopback(listening_socket))
         self._batches = None if store is None else BatchRunner(self._state, store, self._app)
         self._shutdown_done = asyncio.Event()
         self._shutdown: asyncio.Task[None] | None = None  # a reference: the event loop holds none
 
-    async def serve(self, listening_socket: socket.socket) -> None:
-        server = await listen(self._app, self._setup.config, listening_socket, self._counters)
+    async def serve(self) -> None:
+        server = await listen(self._app, self._setup.config, self._listening_socket, self._counters)
         tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._read_messages())]
         gc.collect()
         gc.freeze()
@@ -165,7 +167,7 @@ def main() -> None:
     with socket.socket(fileno=setup.socket) as listening_socket:
 
         async def serve() -> None:
-            await _FrontEnd(setup, tokenizer, store).serve(listening_socket)
+            await _FrontEnd(setup, tokenizer, store, listening_socket).serve()
 
         asyncio.run(serve())
 

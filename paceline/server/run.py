@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import socket
 from collections.abc import Callable
 
 from paceline.config import ConfigError, ServerConfig
+from paceline.server.connection import is_loopback
 from paceline.server.engine_client import ServedModel
 from paceline.server.logs import set_up_logs
 from paceline.server.supervisor import ServerSetup, Supervisor
+
+log = logging.getLogger("paceline.server")
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -43,6 +47,12 @@ def run(
 ) -> int:
     """Serves until SIGINT or SIGTERM. Returns the exit status."""
     set_up_logs(setup.config.log_level, setup.config.log_format, "server")
+    if not any(tenant.keys for tenant in setup.tenants) and not is_loopback(listening_socket):
+        log.warning(
+            "host is %s and there are no API keys: every machine that reaches it can use the server; configure tenants "
+            "with keys, or listen on 127.0.0.1",
+            setup.config.host,
+        )
 
     async def main() -> int:
         return await Supervisor(setup, listening_socket, on_loading=on_loading, on_ready=on_ready).run()

@@ -38,6 +38,7 @@ def make_app(
     name: str = "tiny",
     tenants: Sequence[TenantConfig] = (),
     watchdog_s: float = math.inf,
+    is_local: bool = False,
     **config: Any,
 ) -> App:
     settings = ServerConfig(**config)
@@ -52,7 +53,8 @@ def make_app(
             model_name=name,
             api_keys=ApiKeys(tenants, settings.admin_key),
             batches=None if settings.batch_folder is None else BatchStore(settings),
-        )
+        ),
+        is_local=is_local,
     )
 
 

@@ -35,7 +35,8 @@ def body(prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
 def virtual(*arguments: str) -> Iterator[ServerProcess]:
     # A test that the machine does not schedule for ten seconds is not a slow client.
     patient = ("--header-s", "300")
-    with serving("--executor", "virtual", "--log-level", "warning", *patient, *arguments) as server:
+    hosts = ("--allowed-hosts", "x")  # of requests that tests write byte by byte
+    with serving("--executor", "virtual", "--log-level", "warning", *patient, *hosts, *arguments) as server:
         yield server
 
 
