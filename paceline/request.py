@@ -29,6 +29,10 @@ class PacelineError(Exception):
     """The base of every error a caller can cause; the message is one sentence with a remedy."""
 
 
+class Unavailable(PacelineError):
+    """What is needed is not there now: an address, a network, a disk. The same may succeed later, without a change."""
+
+
 class InvalidRequest(PacelineError, ValueError):
     """A request that is not valid: the message names the field, the value and what is allowed."""
 

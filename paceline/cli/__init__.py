@@ -75,18 +75,19 @@ class _CommandGroup(TyperGroup):
             formatter.write_dl(list(SUMMARIES.items()))
 
     def invoke(self, ctx: Any) -> Any:
-        """Prints a user error as one line and exits with 2; other exceptions are bugs and keep their traceback."""
+        """Prints a user error as one line and exits with 2, or with 75 if a later start may succeed; other exceptions
+        are bugs and keep their traceback."""
         given = list(ctx.args)
         try:
             return super().invoke(ctx)
         except Exception as error:
-            from paceline.request import PacelineError
+            from paceline.request import PacelineError, Unavailable
 
             message = str(error) if isinstance(error, PacelineError) else _unknown_option(error, given)
             if not message:
                 raise
             _say(logging.ERROR, message)
-            raise typer.Exit(2) from None
+            raise typer.Exit(os.EX_TEMPFAIL if isinstance(error, Unavailable) else 2) from None
 
 
 # No markup: rich alone would take as long to import as everything else that `paceline --help` needs.

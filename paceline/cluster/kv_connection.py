@@ -46,7 +46,7 @@ from paceline.cluster.kv_protocol import (
     prove,
     read_message,
 )
-from paceline.request import PacelineError
+from paceline.request import PacelineError, Unavailable
 from paceline.shared_pages import PagePart, SharedPages
 
 log = logging.getLogger("paceline.kv")
@@ -105,9 +105,7 @@ def bind(address: str) -> socket.socket:
         found.listen()
     except OSError as error:
         found.close()
-        raise PacelineError(
-            f"cannot listen for decode engines on {address}: {error}: choose another address."
-        ) from None
+        raise Unavailable(f"cannot listen for decode engines on {address}: {error}: choose another address.") from None
     return found
 
 

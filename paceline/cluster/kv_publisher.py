@@ -26,7 +26,7 @@ import zmq
 
 from paceline.cluster.kv_events import ClearedPages, KvEvent, KvEventBatch, num_pages, to_message
 from paceline.codec import encode
-from paceline.request import PacelineError
+from paceline.request import Unavailable
 
 log = logging.getLogger("paceline.kv_events")
 _END = b"\xff" * 8
@@ -42,7 +42,7 @@ _QUEUE_SLACK_PAGES = 65_536
 _MAX_REQUEST_BYTES = 256
 
 
-class KvEventsError(PacelineError):
+class KvEventsError(Unavailable):
     """KV events cannot be published; the message says why."""
 
 

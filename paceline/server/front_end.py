@@ -162,7 +162,7 @@ def main() -> None:
         tokenizer = load_tokenizer(setup.tokenizer)
         store = None if setup.config.batch_folder is None else BatchStore(setup.config)
     except PacelineError as error:
-        send_to_supervisor(StartupFailed(str(error)))
+        send_to_supervisor(StartupFailed.of(error))
         sys.exit(1)
     with socket.socket(fileno=setup.socket) as listening_socket:
 

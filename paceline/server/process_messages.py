@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from paceline.config import ServerConfig, TenantConfig
-from paceline.request import PacelineError
+from paceline.config import ConfigError, ServerConfig, TenantConfig
+from paceline.request import PacelineError, Unavailable
 from paceline.server.engine_client import ServedModel
 
 BEAT_S = 0.5  # between two signs of life
@@ -190,9 +190,17 @@ class LoadingProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartupFailed(msgspec.Struct, frozen=True, tag=True):
-    """The configuration cannot work; a restart would not help."""
+    """The configuration cannot work; a restart of this process alone would not help."""
 
     message: str
+    may_pass: bool = False  # a later start of the server may succeed
+
+    @classmethod
+    def of(cls, error: PacelineError) -> StartupFailed:
+        return cls(str(error), isinstance(error, Unavailable))
+
+    def error(self) -> PacelineError:
+        return Unavailable(self.message) if self.may_pass else ConfigError(self.message)
 
 
 class EngineReady(msgspec.Struct, frozen=True, tag=True):

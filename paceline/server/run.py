@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 
 from paceline.config import ConfigError, ServerConfig
+from paceline.request import Unavailable
 from paceline.server.connection import is_loopback
 from paceline.server.engine_client import ServedModel
 from paceline.server.logs import set_up_logs
@@ -27,10 +28,13 @@ def bind(config: ServerConfig) -> socket.socket:
     except (OSError, UnicodeError) as error:
         listening_socket.close()
         if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            raise ConfigError(
+            raise Unavailable(
                 f"port is {config.port}, which is already in use: stop that program, or choose another port (0: any)."
             ) from None
-        raise ConfigError(f"host is {config.host!r}, port is {config.port}: {error}; choose another address.") from None
+        # The network of the machine may not be up yet.
+        may_pass = isinstance(error, OSError) and error.errno in (errno.EADDRNOTAVAIL, socket.EAI_AGAIN)
+        kind = Unavailable if may_pass else ConfigError
+        raise kind(f"host is {config.host!r}, port is {config.port}: {error}; choose another address.") from None
     return listening_socket
 
 

@@ -27,7 +27,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from paceline.config import ConfigError, ServerConfig, TenantConfig
+from paceline.config import ServerConfig, TenantConfig
+from paceline.request import PacelineError
 from paceline.server.auth import batch_tenants
 from paceline.server.engine_client import ServedModel
 from paceline.server.process_messages import (
@@ -185,7 +186,7 @@ class Supervisor:
         self._paused = False  # the engines, by the operator
         self._shutting_down = False
         self._reported_ready = False
-        self._startup_error: str | None = None
+        self._startup_error: PacelineError | None = None
         self._finished = asyncio.Event()
         self._status = 0
 
@@ -218,7 +219,7 @@ class Supervisor:
             await asyncio.gather(*tasks, finished, return_exceptions=True)
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._startup_error is not None:
-            raise ConfigError(self._startup_error)
+            raise self._startup_error
         return self._status
 
     async def _watch(self) -> None:
@@ -357,7 +358,7 @@ class Supervisor:
                     name = engine_name(setup.replica, self._setup.config.replicas)
                     log.error("%s cannot start: %s", name, message.message)
                 else:
-                    self._startup_error = message.message
+                    self._startup_error = message.error()
                     self._finished.set()
             case EngineReady():
                 # Weights or adapters were replaced while it loaded.
@@ -426,7 +427,7 @@ class Supervisor:
                 if self._reported_ready:  # another one still serves, and what is wrong may be corrected
                     log.error("%s cannot start: %s", name, message.message)
                 else:
-                    self._startup_error = message.message
+                    self._startup_error = message.error()
                     self._finished.set()
 
     def _send_to_front_ends(self, message: ToFrontEnd) -> None:

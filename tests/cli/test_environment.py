@@ -48,4 +48,4 @@ def test_the_model_can_be_set_in_the_environment(run: Callable[..., Any], monkey
     monkeypatch.setenv("PACELINE_MODEL", "/no/such/model")
     for command in (("generate", "hi"), ("chat",), ("serve", "--port", "0")):
         result = run(*command)
-        assert result.exit_code == 2 and "model is '/no/such/model', which does not exist" in result.stderr, command
+        assert result.exit_code == 75 and "model is '/no/such/model', which does not exist" in result.stderr, command

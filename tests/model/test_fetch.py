@@ -28,6 +28,7 @@ def test_default_model_is_found_at_once_the_second_time(smollm2_path: Path) -> N
 
 
 def test_existing_path_is_returned_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     assert find_model(tmp_path) == tmp_path
     assert find_model(str(tmp_path)) == tmp_path
 

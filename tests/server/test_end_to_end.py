@@ -152,7 +152,7 @@ def test_a_disconnect_aborts_the_request(server: ServerProcess, stream: bool) ->
     assert found["num_running"] == 0 and found["kv_tokens_free"] == found["kv_tokens"]
 
 
-def test_a_port_in_use_is_a_one_line_error_with_exit_code_2(server: ServerProcess) -> None:
+def test_a_port_in_use_is_a_one_line_error_with_exit_code_75(server: ServerProcess) -> None:
     port = server.url.rsplit(":", 1)[1]
     run = subprocess.run(
         [sys.executable, "-m", "paceline.cli", "serve", "--port", port],
@@ -161,7 +161,7 @@ def test_a_port_in_use_is_a_one_line_error_with_exit_code_2(server: ServerProces
         text=True,
         timeout=60,
     )
-    assert run.returncode == 2
+    assert run.returncode == 75
     assert run.stderr == (
         f"paceline: port is {port}, which is already in use: stop that program, or choose another port (0: any).\n"
     )

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from paceline.config import ConfigError, ServerConfig
-from paceline.request import short
+from paceline.request import Unavailable, short
 from paceline.server.batches.objects import BatchObject, FileObject, StoredBatch, StoredFile
 from paceline.server.errors import ApiError
 from paceline.server.limits import MAX_BATCHES, MAX_UNFINISHED_BATCHES
@@ -60,7 +60,9 @@ class BatchStore:
                 _write(self.root / "uploads" / "probe", b"")
                 (self.root / "uploads" / "probe").unlink()
         except OSError as error:
-            raise ConfigError(f"batch_folder is {str(self.root)!r}, which cannot be written: {error}.") from None
+            is_wrong = isinstance(error, PermissionError | NotADirectoryError | FileExistsError)
+            kind = ConfigError if is_wrong else Unavailable  # its disk may not be mounted yet
+            raise kind(f"batch_folder is {str(self.root)!r}, which cannot be written: {error}.") from None
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
