@@ -988,7 +988,10 @@ class ServerConfig(ReplicaConfig):
     max_header_bytes: int = option(32_768, "maximum size of the request line and headers in bytes", low=1024)
     max_headers: int = option(100, "maximum number of headers of a request", low=10)
     max_connections: int = option(
-        4096, "maximum number of concurrent connections per worker; more are answered with 503", low=1
+        4096,
+        "maximum number of concurrent connections per worker; beyond it idle ones are closed, then new ones are "
+        "answered with 503; lowered to what `ulimit -Hn` allows",
+        low=1,
     )
     max_prompts: int = option(128, "maximum number of prompts in a completions request", low=1)
     stored_responses: int = option(

@@ -16,7 +16,6 @@ from paceline.doctor.software import has_driver
 
 _GIB = 2**30
 _FEW_BYTES, _TOO_FEW_BYTES = 5 * _GIB, 200 * 2**20  # of disk: small models, the default model and its wheel
-_OTHER_FILES = 128  # that a server has open besides connections
 _SOCKET_PATH = 107  # bytes that the path of a Unix socket may have
 _RELEASED = 1_767_225_600.0  # 2026-01-01: no correct clock is before this
 
@@ -105,14 +104,16 @@ def check_temporary_folder() -> Iterator[Finding]:
 
 
 def check_open_files(config: ServerConfig, limit: int | None = None) -> Iterator[Finding]:
-    """Each worker has one open file per connection."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    needed = config.max_connections + _OTHER_FILES
+    """Each worker has one open file per connection. The server raises its soft limit itself."""
+    from paceline.server.open_files import RESERVED_FILES
+
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
+    needed = config.max_connections + RESERVED_FILES
     if limit != resource.RLIM_INFINITY and limit < needed:
         yield warning(
             "open files",
             f"a process may have {limit:,}; {config.max_connections:,} connections per worker need {needed:,}",
-            f"run `ulimit -n {needed}` (systemd: LimitNOFILE), or lower --max-connections",
+            f"run `ulimit -Hn {needed}` (systemd: LimitNOFILE), or lower --max-connections",
         )
     else:
         yield ok("open files", "unlimited" if limit == resource.RLIM_INFINITY else f"a process may have {limit:,}")

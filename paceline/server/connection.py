@@ -8,7 +8,10 @@ A client has `header_s` seconds, from the moment it connects, to send its header
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
+import logging
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -25,8 +28,10 @@ from uvicorn.server import ServerState
 
 from paceline.config import ServerConfig
 from paceline.server.errors import ApiError
+from paceline.server.http import Receive, Scope, Send, send_error
 from paceline.server.metrics import ServerCounters
 
+log = logging.getLogger("paceline.server")
 BACKLOG = 4096
 # A chunk takes h11 10 µs, however small it is. Chunked bodies are read in small pieces, with pauses, so that they do
 # not occupy the event loop; asyncio alone would read 256 KB at a time.
@@ -35,6 +40,10 @@ _MAX_PARSE_S, _MAX_CHUNKED_PARSE_S = 0.001, 0.0002  # of CPU time; a connection 
 _PAUSE_FACTOR = 4  # pauses between such reads, of all connections together, are that many times as long
 _MAX_SMALL_CHUNKS, _MIN_CHUNK_BYTES = 4096, 16  # a body of more chunks with fewer bytes on average is refused
 _LINGER_S = 2.0
+_ACCEPTED = 16  # at a time: so many connections more can be open for a moment
+_NUM_PROBES, _PROBES = 32, ("/health", "/ready", "/metrics")  # connections beyond max_connections, and what they serve
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_FILES_LOG_S = 60.0
 
 
 class _UvicornState(ServerState):
@@ -45,12 +54,33 @@ class _UvicornState(ServerState):
         super().__init__()
         self._date = (0, b"")
         self._next_parse = 0.0
+        self.idle: dict[Connection, None] = {}  # connections without a request; the first is idle for longest
+        self._no_files_logged = -math.inf
 
     def pause_s(self, parse_s: float, now: float) -> float:
         """How long to pause a connection whose data took `parse_s` to parse. Paused connections resume one after the
         other, so together they use a fifth of the event loop's time, however many there are."""
         self._next_parse = max(self._next_parse, now) + _PAUSE_FACTOR * parse_s
         return self._next_parse - now
+
+    def close_idle(self, count: int) -> None:
+        for connection in list(self.idle)[:count]:
+            connection.close_idle()
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """asyncio accepts no connection for a second when no file descriptor is left, and reports it for each try."""
+        error = context.get("exception")
+        if not (isinstance(error, OSError) and error.errno in _NO_FILES and "accept" in context["message"]):
+            loop.default_exception_handler(context)
+            return
+        self.close_idle(_ACCEPTED)
+        if time.monotonic() - self._no_files_logged > _NO_FILES_LOG_S:
+            self._no_files_logged = time.monotonic()
+            log.warning(
+                "no connection can be accepted (%s), so idle ones are closed: raise `ulimit -n` (systemd: "
+                "LimitNOFILE), or lower max_connections",
+                error.strerror,
+            )
 
     @property
     def default_headers(self) -> list[tuple[bytes, bytes]]:
@@ -176,21 +206,46 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._limit_reads(is_chunked_body=False)
         self._counters.connections += 1
-        if len(self.connections) > self._limits.max_connections:
-            self._refuse(
-                ApiError(
-                    f"{self._limits.max_connections} connections are open, the server's max_connections: retry later.",
-                    status=503,
-                    kind="server_error",
-                    code="too_many_connections",
-                    headers={"Retry-After": "1"},
-                )
-            )
+        num_extra = len(self.connections) - self._limits.max_connections
+        if num_extra > 0 and self._state.idle:
+            self._state.close_idle(1)
+        elif num_extra > _NUM_PROBES:
+            self._refuse(self._too_many())
+            return
+        elif num_extra > 0:
+            self.app = self._serve_probe
+        self._state.idle[self] = None
+        self._start_header_timer()
+
+    async def _serve_probe(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What orchestrators ask is answered also when all connections have requests: they would end the server."""
+        if scope["path"] in _PROBES:
+            await self.config.loaded_app(scope, receive, send)
         else:
-            self._start_header_timer()
+            await send_error(send, scope, self._too_many())
+
+    def _too_many(self) -> ApiError:
+        return ApiError(
+            f"{self._limits.max_connections} connections are open, the server's max_connections: retry later.",
+            status=503,
+            kind="server_error",
+            code="too_many_connections",
+            headers={"Retry-After": "1", "Connection": "close"},
+        )
+
+    def close_idle(self) -> None:
+        """Makes room for another connection, at once: what the client has not read of its response is lost."""
+        self._state.idle.pop(self, None)
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        self._state.idle[self] = None
+        super().on_response_complete()  # which begins the next request, if it has arrived
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._counters.connections -= 1
+        self._state.idle.pop(self, None)
         self._stop_header_timer()
         super().connection_lost(exc)
         # The scope of a request refers to its connection. Without these cycles, closed connections are freed at once,
@@ -203,6 +258,7 @@ class Connection(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
+            self._state.idle.pop(self, None)
             self._stop_header_timer()
             self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         elif self._header_timer is None and self.conn.their_state is h11.IDLE and self.conn.trailing_data[0]:
@@ -226,10 +282,11 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         body = error.body()
-        headers = {**error.headers, "content-type": "application/json", "content-length": str(len(body))}
+        own = {"Connection": "close", "Content-Type": "application/json", "Content-Length": str(len(body))}
+        headers = {**error.headers, **own}
         lines = "".join(f"{name.lower()}: {value}\r\n" for name, value in headers.items())
         status = HTTPStatus(error.status)
-        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nconnection: close\r\n{lines}\r\n"
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\n{lines}\r\n"
         self.transport.write(head.encode() + body)
         if linger:
             self._refused = True
@@ -321,9 +378,12 @@ async def listen(
     )
     settings.load()
     loop = asyncio.get_running_loop()
-    make = partial(Connection, settings, _UvicornState(), config, counters, loop)
+    state = _UvicornState()
+    loop.set_exception_handler(state.on_loop_error)
+    make = partial(Connection, settings, state, config, counters, loop)
     # asyncio accepts up to `backlog` connections at a time. With several workers a small value spreads a burst over
     # them; the socket's own backlog is set afterwards.
-    server = await loop.create_server(make, sock=listening_socket, backlog=1 if config.workers > 1 else 64)
+    backlog = 1 if config.workers > 1 else _ACCEPTED
+    server = await loop.create_server(make, sock=listening_socket, backlog=backlog)
     listening_socket.listen(BACKLOG)
     return server

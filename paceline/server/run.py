@@ -7,12 +7,14 @@ import errno
 import logging
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 from paceline.config import ConfigError, ServerConfig
 from paceline.request import Unavailable
 from paceline.server.connection import is_loopback
 from paceline.server.engine_client import ServedModel
 from paceline.server.logs import set_up_logs
+from paceline.server.open_files import fit_connections
 from paceline.server.supervisor import ServerSetup, Supervisor
 
 log = logging.getLogger("paceline.server")
@@ -51,6 +53,7 @@ def run(
 ) -> int:
     """Serves until SIGINT or SIGTERM. Returns the exit status."""
     set_up_logs(setup.config.log_level, setup.config.log_format, "server")
+    setup = replace(setup, config=fit_connections(setup.config))
     if not any(tenant.keys for tenant in setup.tenants) and not is_loopback(listening_socket):
         log.warning(
             "host is %s and there are no API keys: every machine that reaches it can use the server; configure tenants "

@@ -253,7 +253,7 @@ def test_a_long_temporary_path_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_few_open_files_are_a_warning() -> None:
     found = only(machine.check_open_files(ServerConfig(), limit=1024))
-    assert found.status is Status.WARNING and "ulimit -n 4224" in found.remedy
+    assert found.status is Status.WARNING and "ulimit -Hn 4224" in found.remedy
     assert only(machine.check_open_files(ServerConfig(max_connections=100), limit=1024)).status is Status.OK
     assert only(machine.check_open_files(ServerConfig(), limit=machine.resource.RLIM_INFINITY)).text == "unlimited"
 

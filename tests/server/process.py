@@ -52,10 +52,11 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[ServerProcess]:
-    """A server on a free port, ready for requests; killed at the end if it is still running."""
+def serving(*arguments: str, prefix: tuple[str, ...] = ()) -> Iterator[ServerProcess]:
+    """A server on a free port, ready for requests; killed at the end if it is still running. `prefix` is a command that
+    starts it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments],
+        [*prefix, sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

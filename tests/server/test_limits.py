@@ -387,11 +387,18 @@ def test_a_flood_of_two_thousand_connections_is_served() -> None:
         assert_nothing_is_left(server)
 
 
-def test_connections_beyond_the_limit_get_503() -> None:
-    with virtual("--max-connections", "50") as server:
-        sockets = [connect(server) for _ in range(50)]
+def test_connections_beyond_the_limit_get_503_while_all_others_have_requests() -> None:
+    data = json.dumps(body([5], 30_000)).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
+    with virtual("--max-connections", "20") as server:
+        sockets = [connect(server) for _ in range(20)]
+        for one in sockets:
+            one.sendall(request)
+        wait_until(lambda: metric(server, "http_requests_in_progress") == 20)
         with connect(server) as extra:
+            extra.sendall(request)
             assert b"too_many_connections" in closes(extra)
+        assert get(server, "/health").status_code == 200
         for one in sockets:
             one.close()
         wait_until(lambda: complete(server, [7, 8], 3).status_code == 200)
