@@ -28,7 +28,6 @@ from uvicorn.server import ServerState
 
 from paceline.config import ServerConfig
 from paceline.server.errors import ApiError
-from paceline.server.http import Receive, Scope, Send, send_error
 from paceline.server.metrics import ServerCounters
 
 log = logging.getLogger("paceline.server")
@@ -217,12 +216,15 @@ class Connection(H11Protocol):
         self._state.idle[self] = None
         self._start_header_timer()
 
-    async def _serve_probe(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve_probe(self, scope: Any, receive: Any, send: Any) -> None:
         """What orchestrators ask is answered also when all connections have requests: they would end the server."""
         if scope["path"] in _PROBES:
             await self.config.loaded_app(scope, receive, send)
         else:
-            await send_error(send, scope, self._too_many())
+            error = self._too_many()
+            headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+            await send({"type": "http.response.start", "status": error.status, "headers": headers})
+            await send({"type": "http.response.body", "body": error.body()})
 
     def _too_many(self) -> ApiError:
         return ApiError(
