@@ -76,7 +76,7 @@ MUTANTS = [
     Mutant(
         "a reservation outlives its owner",
         "scheduler/admission.py",
-        "        if self.reserved is request:\n            self.reserved = None\n",
+        "        if self._reserved is request:\n            self._reserved = None\n",
         "",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
     Mutant(
         "a reservation keeps out higher priorities",
         "scheduler/admission.py",
-        "return self.reserved is None or (self._by_priority and request.priority > self.reserved.priority)",
+        "return self.reserved is None or self._rank(request) > self._rank(self.reserved)",
         "return self.reserved is None",
     ),
     Mutant(
@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         "requests that delay a reserved one are admitted",
         "scheduler/admission.py",
-        "            missing = memory.full_pages(request) - self._pages_beside(self.reserved)\n",
+        "            missing = self._memory.full_pages(request) - self._pages_beside(self.reserved, leaving)\n",
         "            missing = 0\n",
     ),
     Mutant(
@@ -855,8 +855,57 @@ MUTANTS = [
     Mutant(
         "a retracted background request is tried before waiting foreground requests",
         "scheduler/admission.py",
-        "            if request.background and self._memory.tree.num_foreground:\n                break",
+        "            if not self.is_eligible(request):\n                break",
         "            if False:\n                break",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "memory is kept for a request that may not be admitted",
+        "scheduler/admission.py",
+        "return self._reserved if self._reserved is not None and self.is_eligible(self._reserved) else None",
+        "return self._reserved",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "a background request is admitted while a retracted one of another tenant waits in a pause",
+        "scheduler/admission.py",
+        " and not (request.background and self.foreground_waits)",
+        "",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "while the engine pauses, background requests wait for requests that may not start",
+        "scheduler/admission.py",
+        "return (self._num_foreground_started if self.holds_new else self._memory.tree.num_foreground) > 0",
+        "return self._memory.tree.num_foreground > 0",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "a request is counted as overtaken by those of a higher rank",
+        "scheduler/admission.py",
+        "            if self._rank(admitted) > self._rank(request):\n                continue",
+        "            if False:\n                continue",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "a background request keeps the slot of its adapter",
+        "scheduler/admission.py",
+        "        if (is_hidden or not self._may_retract) and not self._has_adapter_slot(request):",
+        "        if not self._has_adapter_slot(request):",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "background requests are retracted from an adapter that others use, too",
+        "scheduler/admission.py",
+        "for name, n in counts.items() if n == self._memory.adapters.num_users[name]})",
+        "for name, n in counts.items() if name})",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
+        "a background request keeps what a foreground one may take beside a reservation",
+        "scheduler/admission.py",
+        "self._pages_beside(self.reserved, leaving)",
+        "self._pages_beside(self.reserved, ())",
         ("tests/scheduler/test_background.py",),
     ),
     Mutant(

@@ -2,8 +2,8 @@
 
 Partly computed prompts continue first, then waiting requests are admitted in the policy's order while tokens, slots and
 memory last. Prompts of more than one chunk leave room for short ones and share what these do not use. Under policy
-`priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave; and
-background tenants get what the others leave.
+`priority` this is done for one priority after the other, so that a lower one gets only what the higher ones leave. A
+request of a background tenant is not tried, and nothing is kept for it, while another waits (`is_eligible`).
 
 A request that does not fit is skipped for this step and may be overtaken a bounded number of times (`max_overtakes`);
 then freed memory is reserved for it, as it is for a retracted request at once. Others are admitted beside a reservation
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,7 +97,8 @@ class Admission:
         self.retracted: list[Request] = []  # waiting again, most senior first: tried before all others
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        self.reserved: Request | None = None  # freed memory is kept for it
+        self._reserved: Request | None = None
+        self._num_foreground_started = 0  # waiting foreground requests that were admitted before
         self._beside: set[Request] = set()  # requests admitted since then
         # Those whose adapter had no slot when they were tried, in this step or before.
         self._without_adapter: dict[Request, None] = {}
@@ -121,9 +123,8 @@ class Admission:
 
     def enqueue(self, request: Request) -> None:
         """A new or retracted request begins to wait."""
-        if self.reserved is not None and self.reserved.background and not request.background:
-            self.reserved = None
         self.num_waiting += 1
+        self._num_foreground_started += request.was_admitted and not request.background
         self.num_waiting_tokens += request.num_tokens
         num_known = self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
         if request.was_admitted and not self._by_priority:
@@ -136,6 +137,7 @@ class Admission:
     def dequeue(self, request: Request) -> None:
         """It is admitted, or has ended. Call it while the request has the length with which it began to wait."""
         self.num_waiting -= 1
+        self._num_foreground_started -= request.was_admitted and not request.background
         self.num_waiting_tokens -= request.num_tokens
         self._memory.tree.dequeue(request)
         if request.queued:
@@ -143,8 +145,8 @@ class Admission:
             self._policy.remove(request)
         else:
             self.retracted.remove(request)
-        if self.reserved is request:
-            self.reserved = None
+        if self._reserved is request:
+            self._reserved = None
         self._without_adapter.pop(request, None)
 
     def enqueue_retracted(self, request: Request) -> None:
@@ -153,6 +155,16 @@ class Admission:
         self._memory.tree.skip(request)
         self._skipped.append(request)
         self._forecast = self._num_pages_beside = None
+
+    @property
+    def foreground_waits(self) -> bool:
+        """Whether a request of a foreground tenant waits, and not only for the engine to resume."""
+        return (self._num_foreground_started if self.holds_new else self._memory.tree.num_foreground) > 0
+
+    def is_eligible(self, request: Request) -> bool:
+        """Whether a waiting request may be admitted, whatever space there is. One of a background tenant may not while
+        a foreground one waits: so it is not tried, and nothing is kept for it."""
+        return (request.was_admitted or not self.holds_new) and not (request.background and self.foreground_waits)
 
     # ------------------------------------------------------------------ one step
 
@@ -194,7 +206,7 @@ class Admission:
 
     def _find_may_retract(self, background_runs: bool) -> bool:
         """Whether running requests may be retracted for a waiting one of a higher rank."""
-        return self._retracts_by_priority or (self._memory.tree.num_foreground > 0 and background_runs)
+        return self._retracts_by_priority or (self.foreground_waits and background_runs)
 
     def _background_runs(self) -> bool:
         return bool(self._config.background_tenants) and any(one.background for one in self._running.requests)
@@ -319,16 +331,14 @@ class Admission:
     def candidate(self, now: Now) -> Request | None:
         """The next waiting request to be tried."""
         if self.holds_new:
-            started = [one for one in self._memory.tree.waiting_nodes if one.was_admitted and not one.skipped]
+            started = [one for one in self._memory.tree.waiting_nodes if not one.skipped and self.is_eligible(one)]
             by_priority = self._by_priority
-            return min(
-                started, key=lambda one: (one.background, by_priority and -one.priority, one.seniority), default=None
-            )
+            return min(started, key=lambda one: (by_priority and -one.priority, one.seniority), default=None)
         if self.reserved is not None and not self.reserved.skipped:
             first = self._policy.next(now) if self._by_priority else None
             return first if first is not None and self._outranks_reserved(first) else self.reserved
         for request in self.retracted:
-            if request.background and self._memory.tree.num_foreground:
+            if not self.is_eligible(request):
                 break  # foreground requests come first in the list
             if not request.skipped:
                 return request
@@ -336,8 +346,8 @@ class Admission:
 
     def _count_overtakes(self, admitted: Request, now: Now) -> None:
         for request in [*self._out_of_memory, *(self._without_adapter if admitted.adapter else ())]:
-            if self._by_priority and admitted.priority > request.priority:
-                continue  # the policy admits it first anyway
+            if self._rank(admitted) > self._rank(request):
+                continue  # it is admitted first anyway
             request.overtaken += 1
             self._journal.counters.overtakes += 1
             if request.overtaken >= self._config.max_overtakes:
@@ -345,20 +355,25 @@ class Admission:
 
     # ------------------------------------------------------------------ reservation
 
+    @property
+    def reserved(self) -> Request | None:
+        """The request that freed memory is kept for, as long as it may be admitted."""
+        return self._reserved if self._reserved is not None and self.is_eligible(self._reserved) else None
+
     def _outranks_reserved(self, request: Request) -> bool:
         """Whether `request` may take freed memory, whoever it is reserved for."""
-        return self.reserved is None or (self._by_priority and request.priority > self.reserved.priority)
+        return self.reserved is None or self._rank(request) > self._rank(self.reserved)
 
     def _reserve(self, request: Request, now: Now) -> None:
         """Keeps freed memory for `request`, unless it is kept for another: that one starts first."""
         if self._outranks_reserved(request):
-            self.reserved = request
+            self._reserved = request
             self._beside.clear()
             self._num_pages_beside = None
             self._journal.write(now, EventKind.RESERVE, request.id)
 
-    def _pages_beside(self, reserved: Request) -> int:
-        """Pages that others may take, at full length, while `reserved` waits.
+    def _pages_beside(self, reserved: Request, leaving: Sequence[Request]) -> int:
+        """Pages that others may take, at full length, while `reserved` waits, if `leaving` were gone.
 
         It starts at the latest when it and everything running fit at full length. Let running requests end in the order
         of their remaining output: then those that run longest and fit beside it still run, and it waits for the rest.
@@ -366,20 +381,24 @@ class Admission:
         adds none to those it waits for, and each of these ends by its full length, so `reserved` starts: no later
         than it would for sure if no other request were admitted.
         """
-        if self._num_pages_beside is not None:
+        if self._num_pages_beside is not None and not leaving:
             return self._num_pages_beside
         memory, slots = self._memory, self._memory.slots
         self._beside = {request for request in self._beside if request.slot is not None}
+        counted = self._beside.union(leaving)
         left = self._config.num_pages - self._config.pin_quota_pages - memory.full_pages(reserved)
-        left -= sum(map(memory.full_pages, self._beside))
-        rows = np.array([request.slot for request in self._running.requests if request not in self._beside], np.int32)
+        left -= sum(map(memory.full_pages, self._beside.difference(leaving)))
+        rows = np.array([request.slot for request in self._running.requests if request not in counted], np.int32)
         rows = rows[np.argsort(-slots.remaining[rows], kind="stable")]
         pages = np.cumsum(-(-slots.max_lengths[rows] // memory.page_size))
-        self._num_pages_beside = left - int(pages[pages <= left].max(initial=0))
-        return self._num_pages_beside
+        num_pages = left - int(pages[pages <= left].max(initial=0))
+        if not leaving:
+            self._num_pages_beside = num_pages
+        return num_pages
 
-    def _has_adapter_slot(self, request: Request) -> bool:
-        """Whether the adapter of `request` is in a slot or can get one, without delaying the reserved request.
+    def _has_adapter_slot(self, request: Request, leaving: Sequence[Request] = ()) -> bool:
+        """Whether the adapter of `request` is in a slot or could get one if `leaving` were gone, without delaying the
+        reserved request.
 
         If that one lacks a slot, one is kept for it as soon as it is available. Until then the adapter whose running
         requests end first, at their full length, gets no new ones. Its last one therefore ends after a bounded number
@@ -388,6 +407,8 @@ class Admission:
         adapters, reserved = self._memory.adapters, self.reserved
         if not request.adapter:
             return True
+        users = adapters.num_users - Counter(one.adapter for one in leaving) if leaving else adapters.num_users
+        num_available = adapters.num_slots - len(users)
         is_kept = (
             reserved is not None
             and reserved is not request
@@ -396,16 +417,16 @@ class Admission:
             and not self._outranks_reserved(request)
         )
         if not adapters.is_loaded(request.adapter):
-            return adapters.num_available > is_kept
-        if not is_kept or adapters.num_available > (request.adapter not in adapters.num_users):
+            return num_available > is_kept
+        if not is_kept or num_available > (request.adapter not in users):
             return True
-        return adapters.num_available == 0 and request.adapter != self._draining_adapter()
+        return num_available == 0 and request.adapter != self._draining_adapter(users, leaving)
 
-    def _draining_adapter(self) -> str:
-        """The adapter whose running requests end first, if each runs to its full length."""
-        slots, remaining = self._memory.slots, dict.fromkeys(sorted(self._memory.adapters.num_users), 0)
+    def _draining_adapter(self, users: Iterable[str], leaving: Sequence[Request]) -> str:
+        """The adapter, of those in use, whose running requests end first, if each runs to its full length."""
+        slots, remaining = self._memory.slots, dict.fromkeys(sorted(users), 0)
         for request in slots.requests:
-            if request is not None and request.adapter:
+            if request is not None and request.adapter and request not in leaving:
                 remaining[request.adapter] = max(remaining[request.adapter], int(slots.remaining[request.slot]))
         return min(remaining, key=remaining.__getitem__)
 
@@ -416,25 +437,19 @@ class Admission:
         memory = self._memory
         if request.num_in_flight:
             return WaitReason("the token it was computing when it was retracted")
-        if not self._has_adapter_slot(request):
+        is_hidden = memory.tree.is_hidden(request)
+        if (is_hidden or not self._may_retract) and not self._has_adapter_slot(request):
             return _NO_ADAPTER_SLOT
-        if memory.tree.is_hidden(request):
+        if is_hidden:
             return WaitReason("a prefix that is being computed")
         hit, to_compute = self._match(request, now)
         if request is not self.reserved and not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
-        is_beside = request is not self.reserved and not self._outranks_reserved(request)
-        if is_beside and self.reserved is not None:
-            if memory.slots.num_free <= 1:  # the last one is kept for it
-                return _NO_SLOT
-            missing = memory.full_pages(request) - self._pages_beside(self.reserved)
-            if missing > 0:
-                return WaitReason("memory", num_missing_pages=missing)
         if self._may_retract:
             self._retract_for(request, now)
             hit, to_compute = self._match(request, now)  # the KV of a retracted request is cached
-            if not memory.slots.num_free:
-                return _NO_SLOT
+        if (lack := self._find_lack(request)) is not None:
+            return lack
         # Locking the prefix takes its pages out of the evictable count. So lock first and count afterwards: otherwise
         # they would be promised twice, as its prefix and as pages to evict.
         memory.lock_prefix(request, hit)
@@ -442,7 +457,7 @@ class Admission:
         if missing > 0:
             memory.unlock_prefix(request)
             return WaitReason("memory", num_missing_pages=missing)
-        if is_beside:
+        if self._is_beside(request):
             self._beside.add(request)
         self._num_pages_beside = None
         self._admit(request, hit, to_compute, now)
@@ -455,10 +470,39 @@ class Admission:
         hit = tree.hit(node, now.step)
         return hit, request.num_tokens - hit.depth - (0 if host is None else host.tokens_below(hit, node))
 
+    def _is_beside(self, request: Request) -> bool:
+        """Whether memory and a slot are kept for another request, which `request` must not delay."""
+        return self.reserved not in (None, request) and not self._outranks_reserved(request)
+
+    def _find_lack(self, request: Request, leaving: Sequence[Request] = ()) -> WaitReason | None:
+        """What a waiting request would lack if `leaving` were gone, besides memory that running requests will need."""
+        if not self._has_adapter_slot(request, leaving):
+            return _NO_ADAPTER_SLOT
+        is_beside = self._is_beside(request)
+        if self._memory.slots.num_free + len(leaving) <= is_beside:  # the last one is kept for the reserved request
+            return _NO_SLOT
+        if is_beside and self.reserved is not None:
+            missing = self._memory.full_pages(request) - self._pages_beside(self.reserved, leaving)
+            if missing > 0:
+                return WaitReason("memory", num_missing_pages=missing)
+        return None
+
+    def retractable_for(self, request: Request, among: list[Request]) -> list[Request]:
+        """Those of `among` to retract first for `request`. If its adapter has no slot: the users of another adapter
+        that only they use, of the one with the fewest."""
+        if self._has_adapter_slot(request):
+            return among
+        counts = Counter(one.adapter for one in among if one.adapter != request.adapter)
+        counts = Counter({name: n for name, n in counts.items() if n == self._memory.adapters.num_users[name]})
+        if not counts:
+            return among
+        adapter = min(counts, key=counts.__getitem__)
+        return [one for one in among if one.adapter == adapter]
+
     def would_fit_without(self, request: Request, leaving: list[Request], now: Now) -> bool:
-        """Whether a waiting request would have a slot and memory if `leaving` were gone."""
+        """Whether a waiting request would have a slot, one for its adapter, and memory if `leaving` were gone."""
         memory = self._memory
-        if not memory.slots.num_free and not leaving:
+        if self._find_lack(request, leaving) is not None:
             return False
         memory.lock_prefix(request, memory.tree.hit(memory.tree.waiting_nodes[request], now.step))
         missing = self._missing_pages(request, leaving)

@@ -27,7 +27,7 @@ def waiting_for(request: Request, config: SchedulerConfig, memory: Memory, admis
         return WaitingFor(
             "the batch to finish", "the batch to finish: batching is static, all of its requests must end"
         )
-    if request.background and memory.tree.num_foreground:
+    if request.background and admission.foreground_waits:
         others = "requests of other tenants"
         return WaitingFor(others, f"{others}: as a background request it is admitted only while none of them waits")
     if not num_free:

@@ -553,7 +553,8 @@ class Scheduler:
         if not below or not admission.would_fit_without(request, below, now):
             return
         while below and not admission.would_fit_without(request, [], now):
-            victim = choose_victim(below, self.memory, for_foreground=is_foreground)
+            candidates = admission.retractable_for(request, below)
+            victim = choose_victim(candidates, self.memory, for_foreground=is_foreground)
             assert victim is not None, "protected requests are not among the candidates"
             assert victim not in admission.chunks, f"request {victim.id} is retracted with a chunk in this pass"
             below.remove(victim)

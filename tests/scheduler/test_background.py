@@ -174,6 +174,140 @@ def test_memory_is_not_kept_for_a_background_request_once_another_waits() -> Non
     subject.assert_reference()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_background_request_gives_its_adapter_slot_to_a_waiting_foreground_request(
+    policy: str, overlap: bool
+) -> None:
+    subject = with_background(policy=policy, adapter_slots=1, overlap=overlap)
+    subject.add(background([1] * 5, 200, adapter="x", id="background"), background([2] * 5, 200, id="without"))
+    for _ in range(3):
+        subject.step()
+    subject.add(request([2] * 5, 3, adapter="y", id="foreground"))
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    assert [event.request_id for event in events(subject.scheduler, EventKind.RETRACT)] == ["background"]
+    subject.run()
+    assert next(iter(subject.reasons)) == "foreground"
+    subject.assert_reference()
+
+
+def test_the_adapter_with_the_fewest_requests_gives_its_slot_and_none_that_a_foreground_request_uses() -> None:
+    subject = with_background(adapter_slots=3)
+    subject.add(*(background([n], 50, adapter="x", id=f"x{n}") for n in range(3)))
+    subject.add(*(background([n], 50, adapter="y", id=f"y{n}") for n in range(2)))
+    subject.add(background([1], 50, adapter="z", id="z0"))
+    subject.step()
+    subject.add(request([2], 50, adapter="z", id="z1"))
+    subject.step()
+    subject.add(request([3], 3, adapter="w", id="foreground"))
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    assert {event.request_id for event in events(subject.scheduler, EventKind.RETRACT)} == {"y0", "y1"}
+    subject.run()
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_kept_for_a_background_request_that_others_overtake(policy: str) -> None:
+    """It waits for a slot for its adapter. Foreground requests with adapters, admitted before it, do not delay it."""
+    subject = with_background(policy=policy, adapter_slots=1, max_overtakes=2, max_running=2)
+    subject.add(background([1], 40, adapter="x", id="running"))
+    subject.step()
+    subject.add(background([2], 200, adapter="y", id="background"))
+    subject.step()
+    waiting = [request([n], 4, adapter="x", id=f"foreground-{n}") for n in range(8)]
+    subject.add(*waiting)
+    while not all(one.was_admitted for one in waiting):
+        subject.step()
+        assert subject.scheduler.admission.reserved in (None, *waiting)
+    assert subject.scheduler.requests["background"].overtaken == 0
+    subject.run()
+    assert list(subject.reasons)[-1] == "background"
+    subject.assert_reference()
+
+
+def paused_with_a_reservation(policy: str) -> Harness:
+    """The engine is resumed. Before, memory was kept for a background request, while a foreground one could not start;
+    the prompt of another background request is being computed."""
+    subject = with_background(policy=policy, num_pages=16, page_size=4, chunk_tokens=4)
+    subject.add(background(prompt(range(8)), 40, id="retracted"))
+    subject.step()
+    subject.scheduler.retract("retracted", subject.clock(), "a test")
+    subject.add(background(prompt(range(50, 110)), 2, id="prompt"))
+    subject.step()
+    subject.scheduler.hold_new_requests(True)
+    subject.add(request(prompt(range(200, 212)), 2, id="foreground"))
+    for _ in range(12):
+        subject.step()
+    assert subject.scheduler.requests["foreground"].phase is Phase.WAITING
+    subject.scheduler.hold_new_requests(False)
+    return subject
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_reservation_of_a_background_request_ends_when_the_engine_resumes(policy: str) -> None:
+    subject = paused_with_a_reservation(policy)
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    subject.run()
+    assert next(iter(subject.reasons)) == "foreground"
+    subject.assert_reference()
+
+
+def test_a_background_request_does_not_stay_in_what_is_left_beside_a_reserved_foreground_request() -> None:
+    """Memory is kept for a large request. What the small one may take beside it, a background request has."""
+    subject = with_background(num_pages=80, page_size=4, max_overtakes=0)
+    subject.add(request(prompt(range(120)), 8, id="running"))  # 32 pages
+    subject.add(background(prompt(range(500, 508)), 100, id="background"))  # 27 pages, and it runs longer
+    subject.step()
+    subject.step()
+    subject.add(request(prompt(range(200, 400)), 4, id="large"))  # 51 pages
+    subject.step()
+    assert subject.scheduler.admission.reserved is subject.scheduler.requests["large"]
+    subject.add(request(prompt(range(400, 420)), 8, id="small"))  # 7 pages
+    subject.step()
+    assert subject.scheduler.requests["small"].phase is not Phase.WAITING
+    assert subject.scheduler.requests["background"].phase is Phase.WAITING
+    subject.run()
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_retracted_background_request_finishes_before_a_pause_although_a_foreground_one_waits(policy: str) -> None:
+    subject = with_background(policy=policy, max_overtakes=0, num_pages=16, page_size=4)
+    subject.add(background(prompt(range(30)), 10, id="background"))
+    subject.step()
+    subject.scheduler.hold_new_requests(True)
+    subject.add(request([1], 3, id="foreground"))
+    subject.scheduler.retract("background", subject.clock(), "a test")
+    while subject.scheduler.started:
+        subject.step()
+    assert list(subject.reasons) == ["background"]
+    subject.scheduler.hold_new_requests(False)
+    subject.run()
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_kept_for_a_new_request_while_the_engine_pauses(policy: str) -> None:
+    """It could not start, and those that are to finish first would wait for what is kept for it."""
+    subject = with_background(policy=policy, num_pages=16, page_size=4, max_overtakes=0)
+    subject.add(request(prompt(range(24)), 20, id="running"))
+    subject.step()
+    subject.add(request(prompt(range(100, 140)), 4, id="large"))
+    subject.step()
+    assert subject.scheduler.admission.reserved is subject.scheduler.requests["large"]
+    subject.scheduler.hold_new_requests(True)
+    subject.scheduler.retract("running", subject.clock(), "a test")
+    for _ in range(100):
+        subject.step()
+    assert list(subject.reasons) == ["running"]
+    subject.scheduler.hold_new_requests(False)
+    subject.run()
+    subject.assert_reference()
+
+
 def test_the_servers_time_limits_do_not_end_background_requests() -> None:
     subject = with_background(max_running=1, queue_timeout_s=0.01, running_timeout_s=0.01)
     subject.add(background([1], id="patient"), background([2], id="own limit", queue_timeout_s=0.01))
