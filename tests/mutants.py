@@ -290,14 +290,14 @@ MUTANTS = [
     Mutant(
         "no adapter slot is drained for a waiting request",
         "scheduler/admission.py",
-        "        return adapters.num_available == 0 and request.adapter != self._draining_adapter()",
+        "        return num_available == 0 and request.adapter != self._draining_adapter(users, leaving)",
         "        return True",
     ),
     Mutant(
         "the slot of a reserved request's adapter is given away",
         "scheduler/admission.py",
-        "            return adapters.num_available > is_kept",
-        "            return adapters.num_available > 0",
+        "            return num_available > is_kept",
+        "            return num_available > 0",
     ),
     Mutant(
         "namespaces are shared",

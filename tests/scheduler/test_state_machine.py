@@ -1,7 +1,7 @@
-"""Everything at once: random requests, aborts, deadlines, pools down to the smallest, passes in flight.
+"""Everything at once: random requests, aborts, deadlines, pauses, pools down to the smallest, passes in flight.
 
-After every step the invariants are checked; at the end every accepted request has finished, with exactly the tokens of
-the reference implementation.
+After every step the invariants are checked, and that foreground requests wait for no background one; at the end every
+accepted request has finished, with exactly the tokens of the reference implementation.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -20,8 +21,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from paceline.config import BATCHING, EVICTION, FULL_QUEUE, POLICIES, SchedulerConfig
-from paceline.request import FinishReason, Refused, Request, SamplingParams
-from paceline.scheduler import PinError, Scheduler
+from paceline.engine.output import Conflict
+from paceline.engine.pausing import OPERATOR, PauseControl, PauseMode
+from paceline.request import FinishReason, Phase, Refused, Request, SamplingParams
+from paceline.scheduler import EventKind, PinError, Plan, Scheduler
 from paceline.scheduler.invariants import check
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
@@ -91,6 +94,50 @@ def make_request(draw: Any, number: int, now: float) -> Request:
     )
 
 
+class ForegroundFirst(Scheduler):
+    """Checks after every plan that background requests cost the others nothing but a place in the pass."""
+
+    num_stalled = 0  # plans in a row without a token for foreground prompts, which lack only what background ones hold
+    num_checked = 0  # background requests admitted
+
+    def plan(self, now: float) -> Plan | None:
+        step = self.step
+        plan = super().plan(now)
+        waiting = [one for one in self.memory.tree.waiting_nodes if not one.background]
+        waiting = [one for one in waiting if one.was_admitted or not self.admission.holds_new]
+        reserved = self.admission.reserved
+        assert not (waiting and reserved is not None and reserved.background), f"memory is kept for {reserved.id}"
+        late: set[str] = set()  # it began to wait after the last background request was admitted
+        for event in reversed(self.journal.events):
+            if event.step != step:
+                break
+            if event.kind is EventKind.RETRACT:
+                late.add(event.request_id)
+            if event.kind is EventKind.ADMIT and (one := self.requests.get(event.request_id)) and one.background:
+                assert {one.id for one in waiting} <= late, f"{one.id} was admitted before {waiting[0].id}"
+                self.num_checked += 1
+        if plan is not None:
+            self.num_stalled = self.num_stalled + 1 if self._is_stalled(plan, waiting) else 0
+            assert self.num_stalled <= 4 + 2 * self.config.num_stages, "foreground requests wait for background ones"
+        return plan
+
+    def _is_stalled(self, plan: Plan, waiting: list[Request]) -> bool:
+        """Whether foreground requests get no prompt token although all would fit if there were no background ones."""
+        memory, config = self.memory, self.config
+        rows = [one for one in self.running.requests if not one.background]
+        waiting = [one for one in waiting if not one.num_in_flight]
+        needs_prompt = waiting or [one for one in rows if one.phase is Phase.PREFILL]
+        if len(rows) == len(self.running) or not needs_prompt or config.batching == "static":
+            return False
+        if any(not one.background for one in self.requests_of(plan)[plan.num_decodes :]):
+            return False
+        num_pages = config.num_pages - config.pin_quota_pages - sum(map(memory.full_pages, rows))
+        adapters = {one.adapter for one in rows}
+        fits = num_pages >= max((memory.full_pages(one) for one in waiting), default=0)
+        fits = fits and len(rows) + bool(waiting) <= config.max_running
+        return fits and all(len((adapters | {one.adapter}) - {""}) <= config.adapter_slots for one in waiting)
+
+
 class Run:
     """A harness that is compared with the reference at the end."""
 
@@ -101,12 +148,13 @@ class Run:
         if chosen["draft_tokens"]:
             chosen["num_stages"] = 1
         config = SchedulerConfig(**chosen)
-        scheduler = Scheduler(config)
+        scheduler = ForegroundFirst(config)
         if config.adaptive_drafts and draw([False, True, True]):
             scheduler.draft_depth = RandomDepth(config.draft_tokens, draw)
         vocab = draw([1, 8, 64]) if config.adaptive_drafts else draw([8, 64])
         self.harness = Harness(scheduler, overlap=draw([False, True]), lazy=draw([False, True]), vocab=vocab)
         self.kv_events = listen(scheduler)
+        self.pauses = PauseControl(scheduler, self.harness.clock)
         self.most_in_flight = 0
         self.aborted: set[str] = set()
         self.failed_outside: set[str] = set()
@@ -140,8 +188,18 @@ class Run:
         which = draw([None, 0, 1, 2])
         self.harness.executor.inject_fault(lambda row: which is None or row == which)
 
+    def pause(self, mode: PauseMode) -> Future[None]:
+        at_rest: Future[None] = Future()
+        with contextlib.suppress(Conflict):  # it is paused in a way in which running requests cannot finish
+            self.pauses.pause(OPERATOR, mode, at_rest)
+        return at_rest
+
+    def resume(self) -> None:
+        self.pauses.resume(OPERATOR)
+
     def step(self) -> None:
-        self.harness.step()
+        self.harness.step(launch=self.pauses.may_launch)
+        self.pauses.update()
         self.most_in_flight = max(self.most_in_flight, self.harness.scheduler.num_in_flight + 1)
         self.kv_events.check()
 
@@ -149,8 +207,19 @@ class Run:
         check(self.harness.scheduler)
         self.kv_events.check()
 
+    def come_to_rest(self) -> None:
+        """Pauses, as an operator does: what has begun finishes, whatever waits."""
+        self.resume()
+        at_rest = self.pause(PauseMode.WAIT)
+        for _ in range(20_000):
+            if at_rest.done():
+                break
+            self.step()
+        assert at_rest.done() and not self.harness.scheduler.started, "the pause does not come to rest"
+
     def end(self) -> None:
         harness, scheduler = self.harness, self.harness.scheduler
+        self.resume()
         harness.run(max_steps=20_000)
         self.check()
         assert set(harness.reasons) == set(harness.requests), "every accepted request has finished"
@@ -207,6 +276,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def fault(self) -> None:
         self.run.inject_fault(self.draw)
 
+    @rule(mode=st.sampled_from(PauseMode))
+    def pause(self, mode: PauseMode) -> None:
+        self.run.pause(mode)
+
+    @rule()
+    def resume(self) -> None:
+        self.run.resume()
+
+    @rule()
+    def come_to_rest(self) -> None:
+        self.run.come_to_rest()
+
     @precondition(lambda self: self.run.harness.scheduler.num_in_flight == 0)
     @rule()
     def flush(self) -> None:
@@ -222,9 +303,11 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30)
 
 
-def random_run(seed: int, max_requests: int = 40, steps: int = 120, faults: float = 0.0, **more: Any) -> Run:
-    """The same, driven by one seed: fast enough to repeat thousands of times. `faults` is the share of faulty passes;
-    `more` options are not drawn."""
+def random_run(
+    seed: int, max_requests: int = 40, steps: int = 120, faults: float = 0.0, pauses: float = 0.0, **more: Any
+) -> Run:
+    """The same, driven by one seed: fast enough to repeat thousands of times. `faults` is the share of faulty passes,
+    `pauses` that of steps before which the engine pauses; `more` options are not drawn."""
     rng = random.Random(seed)
 
     def draw(choices: Any) -> Any:
@@ -240,9 +323,19 @@ def random_run(seed: int, max_requests: int = 40, steps: int = 120, faults: floa
             run.finish_from_outside(rng.randrange(50))
         if faults and rng.random() < faults:
             run.inject_fault(draw)
+        if pauses and rng.random() < pauses:
+            run.pause(draw(list(PauseMode)))
+        elif pauses and rng.random() < 0.2:
+            run.resume()
         run.step()
+    if pauses and draw([False, True]):
+        run.come_to_rest()
     run.end()
     return run
+
+
+def everything(seed: int) -> Run:
+    return random_run(seed, max_requests=60, steps=300, faults=seed % 4 * 0.01, pauses=seed % 3 * 0.02)
 
 
 @cache
@@ -269,9 +362,10 @@ def test_random_runs_reach_the_rare_paths() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_million_random_steps_break_no_invariant() -> None:
+    """Adapters, background tenants, pauses, faulty passes, drafts and pipelines are drawn together."""
     steps, seed = 0, 1_000_000
     while steps < 1_000_000:
-        steps += random_run(seed, max_requests=60, steps=300).harness.scheduler.counters.steps
+        steps += everything(seed).harness.scheduler.counters.steps
         seed += 1
 
 
