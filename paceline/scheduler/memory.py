@@ -346,6 +346,16 @@ class Memory:
         self.tree.prune(node)
         return None
 
+    def num_proven(self, request: Request) -> int | None:
+        """How much of what a running request has read is free of NaN for certain, if others computed what follows."""
+        node: Node | None = self.locked_nodes[request]
+        first = None
+        while node is not None:
+            if node.unproven:
+                first = node
+            node = node.parent
+        return None if first is None or first.unproven == request.number else first.start
+
     def holders(self, top: Node) -> list[Request]:
         """Running requests that read `top`, or something below it."""
         return [request for request, node in self.locked_nodes.items() if self.tree.is_below(node, top)]

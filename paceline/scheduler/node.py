@@ -82,6 +82,11 @@ class Node:
         self.num_waiting_here = 0  # requests whose path ends exactly here, visible or not
 
     @property
+    def start(self) -> int:
+        """Tokens from the root to this node's beginning."""
+        return 0 if self.parent is None else self.parent.depth
+
+    @property
     def rank(self) -> int:
         """Order among siblings: resident ones first, then the one with the most waiting requests below it."""
         return -self.num_waiting if self.resident else _GHOST_RANK - self.num_waiting

@@ -36,7 +36,6 @@ from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_policy
-from paceline.scheduler.prefix_tree import TOKEN_BYTES
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, is_protected
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
@@ -57,6 +56,9 @@ class _PassInFlight:
     departures: int  # the scheduler's `_departures` when it was planned
     read: tuple[Node, ...]  # the ends of the prefixes that its sampling prefill rows read: their tokens prove them
     void: set[Request] = field(default_factory=set)  # its results for these are not valid: they read dropped KV
+    # Requests that released their KV before its tokens are known, by how much of it was free of NaN for certain. Where
+    # others computed what follows: it may be evicted by then.
+    released: dict[Request, int] = field(default_factory=dict)
 
 
 class _Deadline(NamedTuple):
@@ -342,6 +344,7 @@ class Scheduler:
         for one in self._in_flight:
             for request in one.ending:
                 if request.slot is not None:
+                    self._note_unproven(request)
                     self._release(request, request.num_tokens, now)
 
     def _find_due(self) -> Column:
@@ -524,6 +527,7 @@ class Scheduler:
         self._lengths.on_retraction()
         self.counters.retractions += 1
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
+        self._note_unproven(request)
         self._requeue(request, now, beneficiary, "memory", request.num_tokens)
 
     def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str, num_known: int = 0) -> None:
@@ -626,7 +630,7 @@ class Scheduler:
             if not request.is_finished and request not in one.void and request not in failed:
                 self._finish(request, FinishReason.LENGTH, at)
         if failed:
-            self._fail(failed, at)
+            self._fail(failed, one.released, at)
         return self._updates(sampled, tokens, discarded)
 
     def _observe_time(self, plan: Plan, requests: Sequence[Request], device_s: float) -> None:
@@ -663,7 +667,14 @@ class Scheduler:
                 self._finish(request, FinishReason.LENGTH, now)
         return discarded, failed
 
-    def _fail(self, failed: list[Request], now: Now) -> None:
+    def _note_unproven(self, request: Request) -> None:
+        """A request is about to release its KV, perhaps with a pass in flight that reads it."""
+        depth = self.memory.num_proven(request)
+        if depth is not None:
+            for one in self._in_flight:
+                one.released[request] = depth
+
+    def _fail(self, failed: list[Request], released: dict[Request, int], now: Now) -> None:
         """Ends requests whose logits contained NaN, and drops the KV that may contain it.
 
         A sampled token proves that all KV it read is free of NaN, so that KV stays: a prompt that always gives NaN
@@ -677,8 +688,11 @@ class Scheduler:
             node = self.memory.first_unproven(request)
             if node is not None:
                 suspects.setdefault(node, []).append(request)
-            if node is None or node.unproven == request.number or request.recomputations >= MAX_RECOMPUTATIONS:
+            others_computed = request in released if node is None else node.unproven != request.number
+            if not others_computed or request.recomputations >= MAX_RECOMPUTATIONS:
                 self._end_failed(request, now)
+            elif node is None:
+                self._recompute(request, released[request], now)
         for node, suspected_by in suspects.items():
             readers = [request for request in suspected_by if not request.is_finished]
             recomputed = list(dict.fromkeys([*self.memory.holders(node), *readers]))
@@ -687,7 +701,7 @@ class Scheduler:
                     self._end_failed(request, now)
                 continue
             for request in recomputed:
-                self._recompute(request, node, now)
+                self._recompute(request, node.start, now)
             for pin in self.memory.pins_below(node):
                 self.unpin(pin.name, now.time)
             num_pages = self.memory.drop(node)
@@ -700,15 +714,15 @@ class Scheduler:
             self._release(request, 0, now)
         self._finish(request, FinishReason.ERROR, now)
 
-    def _recompute(self, request: Request, dropped: Node, now: Now) -> None:
-        """Requeues a request that has read KV which is dropped. Its known tokens remain; what passes in flight compute
-        for it is not valid."""
+    def _recompute(self, request: Request, num_valid: int, now: Now) -> None:
+        """Requeues a request that has read KV which is dropped, from position `num_valid` on. Its known tokens remain;
+        what passes in flight compute for it is not valid."""
         request.recomputations += 1
         self.counters.nan_recomputations += 1
         for one in self._in_flight:
             one.void.add(request)
         request.num_in_flight = 0
-        request.num_cached = min(request.num_cached, dropped.depth - len(dropped.key) // TOKEN_BYTES)
+        request.num_cached = min(request.num_cached, num_valid)
         request.num_fetched = min(request.num_fetched, request.num_cached)
         if request.phase is not Phase.WAITING:  # it may have been retracted while this pass was in flight
             reason = "KV that may contain NaN"

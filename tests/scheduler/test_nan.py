@@ -97,7 +97,7 @@ def test_a_faulty_prompt_that_never_sampled_fails_nobody(overlap: bool, ends: st
         assert plan is not None
         pending = subject.executor.launch(plan)
         subject.scheduler.abort(first.id, subject.clock())
-        subject.scheduler.commit(plan, pending.wait().tokens, subject.clock())
+        subject.scheduler.commit(plan, pending.wait().tokens, subject.clock(), 0.0)
     elif ends == "aborted":
         subject.step()
         subject.scheduler.abort(first.id, subject.clock())
@@ -163,11 +163,50 @@ def test_a_retracted_request_with_a_faulty_token_in_flight_leaves_no_kv() -> Non
     pending = subject.executor.launch(plan)
     scheduler.retract(first.id, now, "a test")
     assert scheduler.match(request(prompt(range(1, 9), first.output.tolist(), 50))) == 9, "KV that is in flight too"
-    scheduler.commit(plan, pending.wait().tokens, now)
+    scheduler.commit(plan, pending.wait().tokens, now, 0.0)
     assert first.finish_reason is FinishReason.ERROR
     run_each(subject, [request(prompt(range(1, 9), first.output.tolist(), number), 3) for number in range(3)])
     assert errors(subject) == []
     subject.assert_reference()
+
+
+def test_a_request_that_read_an_evicted_faulty_prefix_is_computed_again() -> None:
+    """It ends with its first token. While that is in flight, its memory is given to another request."""
+    subject = harness(overlap=True, num_pages=12)
+    subject.add(request(prompt(SYSTEM, 40), prefill_only=True))
+    subject.executor.inject_fault()
+    subject.run()
+    subject.add(reader := request(prompt(SYSTEM, 41), 1), request(prompt(range(100, 146)), 2))
+    subject.run()
+    assert errors(subject) == [] and reader.recomputations == 1
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("ends", ["with its first token", "retracted"])
+def test_a_request_that_has_left_when_the_prefix_it_read_is_dropped_is_computed_again(ends: str) -> None:
+    """In a pipeline: the request that computed the prefix fails while a pass that read it is in flight."""
+    subject = harness(overlap=True, num_stages=2, num_pages=128)
+    scheduler, executor = subject.scheduler, subject.executor
+    subject.add(first := request(prompt(SYSTEM, 40), 3))
+    executor.inject_fault()
+    plans = [scheduler.plan(0.0)]
+    subject.add(reader := request(prompt(SYSTEM, 41), 1 if ends == "with its first token" else 5))
+    plans.append(scheduler.plan(0.0))
+    if ends == "retracted":
+        scheduler.retract(reader.id, 0.0, "a test")
+    subject.add(request(prompt(range(100, 110)), 1))
+    plans.append(scheduler.plan(0.0))
+    assert reader.slot is None
+    for plan in plans:
+        assert plan is not None
+        result = executor.launch(plan).wait()
+        updates = scheduler.commit(plan, result.tokens, 0.0, 0.0)
+        assert reader.finish_reason is not FinishReason.ERROR, "it is blamed for the prefix"
+        for one, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
+            subject.outputs[one.id].append(token)
+    subject.run()
+    assert first.finish_reason is FinishReason.ERROR
+    assert reader.recomputations == 1 and reader.finish_reason is FinishReason.LENGTH
 
 
 # ---------------------------------------------------------------------------------------------------- what is dropped
@@ -239,7 +278,7 @@ def test_a_copy_for_a_plan_that_was_not_returned_is_dropped_too() -> None:
     memory, host = scheduler.memory, scheduler.memory.host
     memory.pool.free(memory.allocate(memory.pool.num_free + 1, Now(scheduler.step, now)))
     assert host is not None and host.num_pages_used == 1
-    scheduler.commit(plan, subject.executor.launch(plan).wait().tokens, now)
+    scheduler.commit(plan, subject.executor.launch(plan).wait().tokens, now, 0.0)
     assert host.num_pages_used == 0
     subject.run()
     assert all(plan.swap is None or not len(plan.swap.spill_pages) for plan in subject.executor.plans)
