@@ -91,7 +91,7 @@ class ScriptedPending:
 
     def wait(self) -> Result:
         result = self.executor._run_through(self)
-        self.executor.clock.advance(result.device_s or 0.0)
+        self.executor.clock.advance(result.device_s)
         return result
 
 

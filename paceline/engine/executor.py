@@ -41,7 +41,7 @@ class Result(NamedTuple):
     # One token for each sampling row, in row order; or counts[i] tokens of row i, end to end. NO_TOKEN: the row's
     # logits contain NaN or are all infinite.
     tokens: Column
-    device_s: float | None = None  # time on the device, where it is measured
+    device_s: float  # time on the device: the scheduler needs it for aging and predictions
     counts: Column | None = None
     num_drafts: Column | None = None  # drafts that were fed, by sampling row; with `counts` only
     idle_s: float | None = None  # device idle time before the pass, where it is measured

@@ -98,7 +98,7 @@ class PipelineExecutor(RankedExecutor):
             return self._results.decode(self._pipe.receive_result())
         stages = range(1, self._pipe.shard.num_stages)
         *others, last = [self._results.decode(self._pipe.receive_result(stage)) for stage in stages]
-        return last._replace(device_s=sum(one.device_s or 0.0 for one in (*others, last)))
+        return last._replace(device_s=sum(one.device_s for one in (*others, last)))
 
     def check(self) -> None:
         self._local.check()
@@ -140,7 +140,7 @@ class _PipelinePending:
         assert result is not None, "a pass ended with neither a result nor an error"
         if not self._adds_time:
             return result
-        return result._replace(device_s=(result.device_s or 0.0) + (first.device_s or 0.0))
+        return result._replace(device_s=result.device_s + first.device_s)
 
     def drafts(self) -> Drafts:
         return ()

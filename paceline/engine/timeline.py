@@ -32,7 +32,7 @@ class TimelineSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One pass. `device_s` and `idle_s` (of the device, before the pass) are 0 where they are not measured."""
+    """One pass. `idle_s` (of the device, before the pass) is 0 where it is not measured."""
 
     step: int
     num_decodes: int
@@ -90,7 +90,7 @@ class Timeline:
                 num_sampled=int(np.count_nonzero(plan.samples)) + num_drafted,
                 context_tokens=context,
                 pairs=pairs,
-                device_s=result.device_s or 0.0,
+                device_s=result.device_s,
                 idle_s=(result.idle_s or 0.0) if self.passes else 0.0,
                 launched=waited if launched is None else launched,
                 waited=waited,

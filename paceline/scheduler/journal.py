@@ -70,7 +70,7 @@ class Counters:
     overtakes: int = 0
     nan_dropped_pages: int = 0  # on the device and in host memory, because they may contain NaN
     nan_recomputations: int = 0  # requests that were computed again because they had read such pages
-    device_s: float = 0.0  # of committed passes, where it is measured
+    device_s: float = 0.0  # of committed passes
     repairs: int = 0  # times that the scheduler state was inconsistent and was reset
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 

@@ -572,24 +572,23 @@ class Scheduler:
         plan: Plan,
         tokens: Column,
         now: float,
-        device_s: float | None = None,
+        device_s: float,
         counts: Column | None = None,
         num_drafts: Column | None = None,
     ) -> Updates:
         """Takes the tokens of a pass. Passes are committed in the order they were planned, each exactly once.
 
-        `tokens` has one token per sampling row, or `counts[i]` tokens for row i, concatenated. `num_drafts[i]` drafts
-        of row i were verified.
+        `device_s` is how long the device ran: requests age by it, and predictions learn from it. `tokens` has one token
+        per sampling row, or `counts[i]` tokens for row i, concatenated. `num_drafts[i]` drafts of row i were verified.
         """
         assert self._in_flight, "there is no pass to commit"
         one = self._in_flight.popleft()
         assert one.plan.step == plan.step, "passes are committed in the order they were planned"
         at = Now(self.step, now)
-        if device_s is not None:
-            self.counters.device_s += device_s / self.config.num_stages  # of each stage, on average
-            self._observe_time(plan, one.requests, device_s)
-            self._service_time.observe(plan, one.requests, device_s)
-            self.mixed_batches.observe(plan, device_s)
+        self.counters.device_s += device_s / self.config.num_stages  # of each stage, on average
+        self._observe_time(plan, one.requests, device_s)
+        self._service_time.observe(plan, one.requests, device_s)
+        self.mixed_batches.observe(plan, device_s)
         sampled = one.sampled
         if one.read:
             # Prefill rows come last and yield one token each.

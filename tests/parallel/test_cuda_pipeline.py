@@ -232,7 +232,7 @@ def test_if_no_tokens_arrive_any_more_all_passes_end_with_the_reason() -> None:
         plan = core.plan(0.0)
         assert plan is not None
         pendings.append(stage.launch(plan))
-        core.commit(plan, np.array([token], np.int32), 0.0)
+        core.commit(plan, np.array([token], np.int32), 0.0, 0.0)
     pendings[0].wait()
     stage.check()
     stage.late_tokens.fail(RuntimeError("connection closed by peer"))  # the second pass waits for its token

@@ -220,7 +220,7 @@ def test_a_late_token_is_not_stored_for_another_request_in_its_slot() -> None:
         tables.apply(plan)
         late.begin(plan)
         if token == 40:
-            core.commit(plan, np.array([token], np.int32), 0.0)
+            core.commit(plan, np.array([token], np.int32), 0.0, 0.0)
             late.put(plan, np.array([token], np.int32))
     plan = core.plan(0.0)
     assert plan is not None and [join.request_id for join in plan.joins] == ["other"]

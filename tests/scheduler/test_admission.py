@@ -28,7 +28,7 @@ def large(**options: Any) -> Scheduler:
 def step(core: Scheduler) -> Plan:
     plan = core.plan(0.0)
     assert plan is not None, "requests are left and none can be planned"
-    core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 0.0)
+    core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 0.0, 0.0)
     return plan
 
 
@@ -137,7 +137,7 @@ def test_no_prompt_token_of_a_pass_is_left_unused_or_given_to_a_lower_priority(
             for lowest in {one.priority for one in alive} if policy == "priority" else {0}:
                 ids = [one.id for one in alive if one.priority >= lowest]
                 assert sum(planned.get(one, 0) for one in ids) == min(32, sum(usable[one] for one in ids))
-            core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 0.0)
+            core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 0.0, 0.0)
             alive = [one for one in alive if not one.is_finished]
     assert not alive
 

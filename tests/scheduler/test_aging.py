@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SchedulerConfig
+from paceline.engine.executor import Result
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler, StepTime
 from paceline.scheduler.aging import GivenLimits
-from tests.helpers import admissions, harness, prompt, request
+from tests.helpers import admissions, harness, prompt, request, scheduler
 
 AGING = ("fair", "lpm", "dfs", "sjf", "lof", "random")
 # Prefill at 10,000 tokens a second, a decode pass of 10 ms: both matter in small examples.
@@ -290,3 +291,15 @@ def test_while_memory_is_short_sixteen_younger_requests_pass_between_two_overdue
     passed = np.diff([order.index(number) for number in range(len(victims))]) - 1
     assert passed.max() == 16
     assert core.counters.hit_rate > 0.85
+
+
+def test_no_pass_is_committed_without_its_device_time() -> None:
+    """Aging is in device time: passes without it would switch it off."""
+    core = scheduler()
+    core.add(request(max_tokens=5), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    with pytest.raises(TypeError, match="device_s"):
+        core.commit(plan, np.array([1], np.int32), 0.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="device_s"):
+        Result(np.array([1], np.int32))  # type: ignore[call-arg]

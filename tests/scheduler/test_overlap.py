@@ -92,10 +92,10 @@ def test_commits_come_in_order_and_once() -> None:
     with pytest.raises(AssertionError, match="commit the older pass before planning another"):
         core.plan(0.0)
     with pytest.raises(AssertionError, match="in the order they were planned"):
-        core.commit(second, np.array([1], np.int32), 0.0)
+        core.commit(second, np.array([1], np.int32), 0.0, 0.0)
     fresh = scheduler()
     with pytest.raises(AssertionError, match="there is no pass to commit"):
-        fresh.commit(first, np.array([1], np.int32), 0.0)
+        fresh.commit(first, np.array([1], np.int32), 0.0, 0.0)
 
 
 def test_a_pass_is_planned_while_drafts_are_in_flight() -> None:
@@ -106,11 +106,11 @@ def test_a_pass_is_planned_while_drafts_are_in_flight() -> None:
     assert first is not None and first.drafts is not None and not len(first.drafts), "prefill rows have no drafts"
     assert second is not None and second.drafts is not None
     assert (second.starts.tolist(), second.drafts.tolist(), second.num_tokens) == ([3], [2], 3)
-    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+    core.commit(first, np.array([5], np.int32), 0.0, 0.0, counts=np.array([1], np.int32))
     third = core.plan(0.0)
     assert third is not None and third.drafts is not None
     assert (third.starts.tolist(), third.drafts.tolist()) == ([6], [2]), "if both drafts are accepted"
-    updates = core.commit(second, np.array([6, 7], np.int32), 0.0, counts=np.array([2], np.int32))
+    updates = core.commit(second, np.array([6, 7], np.int32), 0.0, 0.0, counts=np.array([2], np.int32))
     assert updates.tokens.tolist() == [6, 7]
     fourth = core.plan(0.0)
     assert fourth is not None and fourth.starts.tolist() == [8], "third began at 5, and is in flight"
@@ -121,12 +121,12 @@ def test_a_row_that_reaches_its_end_by_drafts_ends_with_the_pass_in_flight() -> 
     core.add(request(prompt(1, 2, 3), max_tokens=4), 0.0)
     first, second = core.plan(0.0), core.plan(0.0)
     assert first is not None and second is not None and second.drafts is not None and second.drafts.tolist() == [2]
-    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+    core.commit(first, np.array([5], np.int32), 0.0, 0.0, counts=np.array([1], np.int32))
     third = core.plan(0.0)
     assert third is not None
-    core.commit(second, np.array([6, 7], np.int32), 0.0, counts=np.array([2], np.int32))
+    core.commit(second, np.array([6, 7], np.int32), 0.0, 0.0, counts=np.array([2], np.int32))
     assert core.plan(0.0) is None, "the third pass yields the last token"
-    updates = core.commit(third, np.array([8], np.int32), 0.0, counts=np.array([1], np.int32))
+    updates = core.commit(third, np.array([8], np.int32), 0.0, 0.0, counts=np.array([1], np.int32))
     assert [one.reason for one in updates.finished] == [FinishReason.LENGTH] and not core.has_work
 
 
@@ -135,11 +135,11 @@ def test_a_row_that_has_all_its_tokens_yields_none() -> None:
     core.add(request(prompt(1, 2, 3), max_tokens=3), 0.0)
     first, second = core.plan(0.0), core.plan(0.0)
     assert first is not None and second is not None
-    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
+    core.commit(first, np.array([5], np.int32), 0.0, 0.0, counts=np.array([1], np.int32))
     third = core.plan(0.0)
-    updates = core.commit(second, np.array([6, 7], np.int32), 0.0, counts=np.array([2], np.int32))
+    updates = core.commit(second, np.array([6, 7], np.int32), 0.0, 0.0, counts=np.array([2], np.int32))
     assert [one.reason for one in updates.finished] == [FinishReason.LENGTH] and third is not None
-    assert not len(core.commit(third, np.array([], np.int32), 0.0, counts=np.array([0], np.int32)).tokens)
+    assert not len(core.commit(third, np.array([], np.int32), 0.0, 0.0, counts=np.array([0], np.int32)).tokens)
     assert not core.has_work and not find_faults(core)
 
 
@@ -148,14 +148,16 @@ def test_drafts_are_counted_by_request_as_far_as_it_takes_their_tokens() -> None
     core.add(one := request(prompt(1, 2, 3), max_tokens=9, eos_token_ids=(EOS,)), 0.0)
     first, second = core.plan(0.0), core.plan(0.0)
     assert first is not None and second is not None
-    core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32), num_drafts=np.array([0], np.int32))
+    core.commit(
+        first, np.array([5], np.int32), 0.0, 0.0, counts=np.array([1], np.int32), num_drafts=np.array([0], np.int32)
+    )
     third = core.plan(0.0)
     assert third is not None
     tokens = np.array([6, EOS, 7, 8], np.int32)
-    core.commit(second, tokens, 0.0, counts=np.array([4], np.int32), num_drafts=np.array([3], np.int32))
+    core.commit(second, tokens, 0.0, 0.0, counts=np.array([4], np.int32), num_drafts=np.array([3], np.int32))
     assert one.finish_reason is FinishReason.STOP
     assert (one.num_drafted, one.num_accepted) == (3, 1), "the tokens after the stop token are discarded"
-    core.commit(third, tokens[:1], 0.0, counts=np.array([1], np.int32), num_drafts=np.array([2], np.int32))
+    core.commit(third, tokens[:1], 0.0, 0.0, counts=np.array([1], np.int32), num_drafts=np.array([2], np.int32))
     assert (one.num_drafted, one.num_accepted) == (3, 1), "it had ended"
     assert (core.counters.drafted_tokens, core.counters.accepted_tokens) == (5, 3)
 
@@ -199,8 +201,8 @@ def test_accepted_drafts_are_charged_to_the_tenant() -> None:
         core.add(request(prompt(1, 2, 3), max_tokens=9), 0.0)
         first, second = core.plan(0.0), core.plan(0.0)
         assert first is not None and second is not None
-        core.commit(first, np.array([5], np.int32), 0.0, counts=np.array([1], np.int32))
-        core.commit(second, np.arange(num_tokens, dtype=np.int32), 0.0, counts=np.array([num_tokens], np.int32))
+        core.commit(first, np.array([5], np.int32), 0.0, 0.0, counts=np.array([1], np.int32))
+        core.commit(second, np.arange(num_tokens, dtype=np.int32), 0.0, 0.0, counts=np.array([num_tokens], np.int32))
         (tenant,) = fair_tenants(core.policy).values()
         return tenant.service
 

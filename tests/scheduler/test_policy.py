@@ -320,7 +320,7 @@ def test_admitting_does_not_scan_the_queue(policy: str) -> None:
         for _ in range(20):
             plan = core.plan(1.0)
             assert plan is not None
-            core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 1.0)
+            core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 1.0, 0.0)
         return count
 
     assert looked_at(2_000) <= 3 * looked_at(40) + 20
@@ -338,7 +338,7 @@ def test_aborted_requests_are_not_kept_alive(policy: str) -> None:
     for one in gone:
         core.abort(one.id, 0.0)
     core.take_ended()
-    core.commit(core._in_flight[0].plan, np.array([1], np.int32), 0.0)
+    core.commit(core._in_flight[0].plan, np.array([1], np.int32), 0.0, 0.0)
     core.plan(0.0)
     core.journal.events.clear()
     watched = [weakref.ref(one.prompt) for one in gone]

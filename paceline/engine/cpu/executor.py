@@ -39,6 +39,8 @@ from paceline.sampling.types import Bits, Drafts, LogprobRun, Masks
 from paceline.scheduler.plan import NO_TOKENS, Column, Plan
 from paceline.shared_pages import SharedPages
 
+_NOT_MEASURED = 0.0  # device time, as runners report it: the executor measures it around them
+
 
 class ExecutorFailed(RuntimeError):
     """A pass failed. The device's memory can no longer be trusted, so no later pass runs."""
@@ -134,7 +136,7 @@ class CpuModelRunner:
             host.set_drafts(() if checked is None else checked.drafts)
         if checked is not None and not plan.num_rows:  # drafts have completed the output of all of them
             zeros = np.zeros(checked.num_rows, np.int32)
-            return Result(NO_TOKENS, counts=zeros, num_drafts=zeros)
+            return Result(NO_TOKENS, _NOT_MEASURED, counts=zeros, num_drafts=zeros)
         inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
         tokens_in, positions_in = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions)
@@ -149,7 +151,7 @@ class CpuModelRunner:
         self.tables.positions[plan.slots] = inputs.starts + inputs.lengths
         if not len(inputs.sampled):
             none = None if checked is None else np.zeros(checked.num_rows, np.int32)
-            return Result(NO_TOKENS, counts=none, num_drafts=none, prompt_logprobs=runs, pooled=pooled)
+            return Result(NO_TOKENS, _NOT_MEASURED, counts=none, num_drafts=none, prompt_logprobs=runs, pooled=pooled)
         if len(inputs.sampled) < len(hidden):
             hidden = hidden[torch.from_numpy(inputs.sampled)]
         width = self._logprobs.of_output(plan)
@@ -176,6 +178,7 @@ class CpuModelRunner:
             tokens, logprobs = tokens[kept], None if logprobs is None else logprobs.of_rows(kept.tolist())
         return Result(
             tokens.astype(np.int32),
+            _NOT_MEASURED,
             counts=counts,
             num_drafts=None if checked is None else checked.drafts_by_sampling_row(),
             logprobs=logprobs,

@@ -28,7 +28,7 @@ class FakeDevice:
         self.ran.append(plan.step)
         if plan.step == self._fails_at:
             raise MemoryError("no memory")
-        return Result(np.array([plan.step], np.int32))
+        return Result(np.array([plan.step], np.int32), 0.0)
 
 
 def test_launch_returns_at_once_and_passes_run_in_order() -> None:

@@ -166,7 +166,7 @@ def test_a_plan_is_uploaded_while_the_previous_pass_waits_for_its_masks() -> Non
 
             def take(plan: Plan, pending: Any) -> None:
                 result = pending.wait()
-                scheduler.commit(plan, result.tokens, 0.0)
+                scheduler.commit(plan, result.tokens, 0.0, 0.0)
                 found.extend(result.tokens.tolist())
 
             plan = scheduler.plan(0.0)
