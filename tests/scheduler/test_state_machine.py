@@ -42,6 +42,7 @@ def options(draw: Any) -> dict[str, Any]:
     page_size = draw([1, 2, 3, 4, 7, 16, 64])
     smallest = -(-40 // page_size)
     draft_tokens, max_running = draw([0, 0, 0, 1, 3, 7]), draw([1, 2, 4, 8])
+    prefix_cache = draw([True, True, True, False])
     return {
         "num_stages": 1 if draft_tokens else draw([1, 2, 3]),
         "page_size": page_size,
@@ -55,7 +56,8 @@ def options(draw: Any) -> dict[str, Any]:
         "batching": draw(list(BATCHING)),
         "eviction": draw(list(EVICTION)),
         "partial_eviction": draw([True, True, False]),
-        "prefix_cache": draw([True, True, True, False]),
+        "prefix_cache": prefix_cache,
+        "num_host_pages": draw([0, 0, 0, 30]) if prefix_cache else 0,
         "prefix_wait": draw([True, True, False]),
         "prefix_wait_tokens": draw([1, 4]),
         "max_wait": draw([0.0, 0.005, 0.2, float("inf")]),
@@ -118,7 +120,7 @@ class ForegroundFirst(Scheduler):
                 self.num_checked += 1
         if plan is not None:
             self.num_stalled = self.num_stalled + 1 if self._is_stalled(plan, waiting) else 0
-            assert self.num_stalled <= 4 + 2 * self.config.num_stages, "foreground requests wait for background ones"
+            assert self.num_stalled <= 1 + self.config.num_stages, "foreground requests wait for background ones"
         return plan
 
     def _is_stalled(self, plan: Plan, waiting: list[Request]) -> bool:
@@ -148,7 +150,7 @@ class Run:
         if chosen["draft_tokens"]:
             chosen["num_stages"] = 1
         config = SchedulerConfig(**chosen)
-        scheduler = ForegroundFirst(config)
+        self.scheduler = scheduler = ForegroundFirst(config)
         if config.adaptive_drafts and draw([False, True, True]):
             scheduler.draft_depth = RandomDepth(config.draft_tokens, draw)
         vocab = draw([1, 8, 64]) if config.adaptive_drafts else draw([8, 64])
@@ -335,7 +337,7 @@ def random_run(
 
 
 def everything(seed: int) -> Run:
-    return random_run(seed, max_requests=60, steps=300, faults=seed % 4 * 0.01, pauses=seed % 3 * 0.02)
+    return random_run(seed, max_requests=200, steps=300, faults=seed % 4 * 0.01, pauses=seed % 3 * 0.02)
 
 
 @cache
