@@ -937,6 +937,13 @@ MUTANTS = [
         ("tests/scheduler/test_nan.py",),
     ),
     Mutant(
+        "a background request keeps the page that a foreground prompt needs to continue",
+        "scheduler/scheduler.py",
+        "        self._free_prompt_page(now)\n",
+        "",
+        ("tests/scheduler/test_background.py",),
+    ),
+    Mutant(
         "longest prefix match finds background requests below a hidden tenant",
         "scheduler/policies.py",
         " or tree.is_below_hidden(node):",

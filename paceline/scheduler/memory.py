@@ -188,6 +188,10 @@ class Memory:
         if missing > 0:
             self.slots.append_pages(slot, self.allocate(missing, now))
 
+    def needs_page(self, request: Request) -> bool:
+        """Whether the next token of a running request needs another page."""
+        return bool(self.slots.computed[request.slot] >= self.slots.capacity[request.slot])
+
     def append_page_each(self, slots: Column, now: Now) -> None:
         """Adds one page to each of `slots`."""
         self.slots.append_page_each(slots, self.allocate(len(slots), now))

@@ -383,7 +383,20 @@ class Scheduler:
     def _plan_prefills(self, may_admit: bool, now: Now) -> None:
         if not self.running.prefilling and not (may_admit and self.admission.could_admit):
             return
+        self._free_prompt_page(now)
         self.admission.plan_chunks(self._prefill_budget(), may_admit and self.num_waiting > 0, now)
+
+    def _free_prompt_page(self, now: Now) -> None:
+        """If no page is left for a foreground prompt that has begun, retracts background requests until there is. None
+        of them has a chunk in the pass being planned yet."""
+        running, memory = self.running, self.memory
+        while not memory.num_available_pages:
+            waits = any(not one.background and memory.needs_page(one) for one in running.prefilling)
+            victims = [one for one in running.requests if one.background] if waits else []
+            victim = choose_victim(victims, memory, for_foreground=True)
+            if victim is None:
+                return
+            self._retract(victim, now, "a foreground prompt", for_foreground=True)
 
     def _prefill_budget(self) -> int:
         """Prompt tokens of this pass: what the token limits and the inter-token latency target leave."""

@@ -96,6 +96,22 @@ def test_a_background_request_gives_its_memory_to_a_waiting_foreground_request()
     subject.assert_reference()
 
 
+def test_a_foreground_prompt_that_lacks_a_page_gets_it_from_a_background_request() -> None:
+    """The background request was expected to end soon, and has taken the last page."""
+    subject = with_background(num_pages=5, page_size=16, chunk_tokens=4)
+    claims = {"eos_token_ids": (EOS,), "expected_tokens": 1}
+    subject.add(background(prompt(range(30)), 40, id="background", **claims))
+    for _ in range(9):
+        subject.step()
+    subject.add(request(prompt(range(100, 140)), 2, id="foreground"))
+    for _ in range(10):
+        before = subject.scheduler.counters.computed_tokens
+        subject.step()
+        assert subject.scheduler.counters.computed_tokens == before + 4, "its prompt waits for a background request"
+    subject.run()
+    subject.assert_reference()
+
+
 def test_a_background_prompt_gets_the_tokens_that_others_leave() -> None:
     subject = with_background(max_batch_tokens=16, chunk_tokens=16, page_size=1)
     subject.add(background(prompt(range(100)), id="background"))

@@ -182,6 +182,16 @@ def test_a_request_that_read_an_evicted_faulty_prefix_is_computed_again() -> Non
     subject.assert_reference()
 
 
+def test_a_request_that_computed_an_evicted_faulty_prefix_fails() -> None:
+    """As above, and nobody else computed what it has read."""
+    subject = harness(overlap=True, num_pages=12)
+    subject.executor.inject_fault()
+    subject.add(first := request(prompt(SYSTEM, 41), 1), request(prompt(range(100, 146)), 2))
+    subject.run()
+    assert errors(subject) == [first.id] and first.recomputations == 0
+    subject.assert_reference()
+
+
 @pytest.mark.parametrize("ends", ["with its first token", "retracted"])
 def test_a_request_that_has_left_when_the_prefix_it_read_is_dropped_is_computed_again(ends: str) -> None:
     """In a pipeline: the request that computed the prefix fails while a pass that read it is in flight."""
