@@ -536,7 +536,7 @@ class Admission:
         missing = self._num_shared_pages + peak - limit
         if leaving:
             self._forecast = None
-            return missing
+            return missing - self._count_left_pages(leaving)
         # Fitting by forecast is not enough: its first page must be available now.
         return missing if missing > 0 else 1 - self._memory.num_available_pages
 
@@ -544,6 +544,16 @@ class Admission:
         """Locked pages that no single request accounts for: counted once, however many requests share them."""
         accounted = sum(other.exclusive_pages for other in self._running.requests) + request.exclusive_pages
         return self._memory.tree.num_locked_pages - accounted
+
+    def _count_left_pages(self, leaving: Sequence[Request]) -> int:
+        """Of the pages that no single request accounts for, those that only `leaving` hold."""
+        holders: Counter[Node] = Counter()
+        for request in leaving:
+            node: Node | None = self._memory.locked_nodes[request]
+            while node is not None:
+                holders[node] += 1
+                node = node.parent
+        return sum(len(node.pages) for node, n in holders.items() if n == node.locks and node.holder is None)
 
     def _own_tokens(self, request: Request) -> int:
         """Tokens in pages that only `request`, whose prefix is locked, holds once its prompt is computed."""

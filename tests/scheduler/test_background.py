@@ -96,6 +96,25 @@ def test_a_background_request_gives_its_memory_to_a_waiting_foreground_request()
     subject.assert_reference()
 
 
+def test_a_background_request_gives_the_prefix_that_only_it_holds_any_more() -> None:
+    """Two have read it, and one has ended: its pages are still counted as shared."""
+    subject = with_background(num_pages=16, page_size=4)
+    shared = list(range(40))
+    subject.add(background(prompt(shared, 50), 1))
+    subject.run()
+    subject.add(background(prompt(shared, 51), 2, id="ended"), background(prompt(shared, 52), 20, id="background"))
+    for _ in range(3):
+        subject.step()
+    assert list(subject.scheduler.requests) == ["background"]
+    subject.add(request([60], 3, id="running"))
+    subject.step()
+    subject.add(request(prompt(range(100, 140)), 4, id="foreground"))
+    subject.step()
+    assert subject.scheduler.requests["foreground"].phase is not Phase.WAITING
+    subject.run()
+    subject.assert_reference()
+
+
 def test_a_foreground_prompt_that_lacks_a_page_gets_it_from_a_background_request() -> None:
     """The background request was expected to end soon, and has taken the last page."""
     subject = with_background(num_pages=5, page_size=16, chunk_tokens=4)

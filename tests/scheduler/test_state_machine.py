@@ -133,9 +133,13 @@ class ForegroundFirst(Scheduler):
             return False
         if any(not one.background for one in self.requests_of(plan)[plan.num_decodes :]):
             return False
-        num_pages = config.num_pages - config.pin_quota_pages - sum(map(memory.full_pages, rows))
+
+        def full_pages(one: Request) -> int:
+            return memory.pages_for(len(one.prompt) + one.max_tokens + config.draft_tokens)
+
+        num_pages = config.num_pages - config.pin_quota_pages - sum(map(full_pages, rows))
         adapters = {one.adapter for one in rows}
-        fits = num_pages >= max((memory.full_pages(one) for one in waiting), default=0)
+        fits = num_pages >= max((full_pages(one) for one in waiting), default=0)
         fits = fits and len(rows) + bool(waiting) <= config.max_running
         return fits and all(len((adapters | {one.adapter}) - {""}) <= config.adapter_slots for one in waiting)
 
