@@ -332,8 +332,11 @@ class Admission:
         """The next waiting request to be tried."""
         if self.holds_new:
             started = [one for one in self._memory.tree.waiting_nodes if not one.skipped and self.is_eligible(one)]
-            by_priority = self._by_priority
-            return min(started, key=lambda one: (by_priority and -one.priority, one.seniority), default=None)
+            by_priority, reserved = self._by_priority, self.reserved
+            first = min(started, key=lambda one: (by_priority and -one.priority, one.seniority), default=None)
+            return (
+                reserved if first is not None and reserved in started and not self._outranks_reserved(first) else first
+            )
         if self.reserved is not None and not self.reserved.skipped:
             first = self._policy.next(now) if self._by_priority else None
             return first if first is not None and self._outranks_reserved(first) else self.reserved

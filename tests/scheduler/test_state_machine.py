@@ -365,6 +365,12 @@ def test_random_runs_reach_the_rare_paths() -> None:
     assert all(count > 10 for count in totals.values()), totals
 
 
+@pytest.mark.parametrize("seed", [2000459, 8000015, 9000171])
+def test_runs_that_once_failed(seed: int) -> None:
+    """A prompt that lacked a page, a pause that did not come to rest, and shared pages that one request held."""
+    everything(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_million_random_steps_break_no_invariant() -> None:
