@@ -18,6 +18,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from paceline.bench import scheduler_peaks
 from paceline.bench.workloads import gsp
 from paceline.config import POLICIES, SchedulerConfig
 from paceline.engine.loop import Loop
@@ -155,6 +156,7 @@ def run(console: Console) -> dict[str, float]:
             figures |= {f"join_us_{waiting}": round(cost.join_us, 1) for waiting, cost in costs.items()}
     console.print(table)
     console.print("ratio: 100,000 waiting requests over 100; join, p99, add: with 100,000 waiting requests")
+    figures |= scheduler_peaks.run(console)
     figures["match_32k_us"] = round(match_32k_us(), 1)
     figures["gsp_100k_hit_rate"] = round(gsp_hit_rate(math.inf), 4)
     figures["gsp_100k_hit_rate_default_wait"] = round(gsp_hit_rate(0.2), 4)
