@@ -33,7 +33,7 @@ TENANTS = (100, 2_048, 10_000)
 @dataclass(frozen=True, slots=True)
 class Load:
     """Requests that are added before the first step, or `per_step` before each; those that finish are replaced if
-    `is_refilled`. Prompts get shorter by one token after `per_step` requests, so that all rows fill their pages in the
+    `is_refilled`. Prompts get longer by one token after `per_step` requests, so that all rows fill their pages in the
     same step."""
 
     name: str
@@ -52,7 +52,7 @@ class Load:
         for number in itertools.count():
             yield Request(
                 f"request-{number}",
-                rng.integers(2, 1000, self.prompt_tokens - min(number, self.num_requests - 1) // self.per_step),
+                rng.integers(2, 1000, self.prompt_tokens + min(number, self.num_requests - 1) // self.per_step),
                 SamplingParams(max_tokens=int(rng.integers(self.outputs[0], self.outputs[1] + 1))),
                 tenant=f"tenant-{number % 4}",
                 priority=int(rng.integers(8)),
@@ -82,7 +82,7 @@ def loads(rows: int) -> tuple[Load, ...]:
         ),
         Load(
             "retraction storm: all rows need a page at once",
-            config(4 * rows + 4),
+            config(5 * rows),
             rows,
             rows // 16,
             64,

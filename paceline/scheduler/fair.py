@@ -11,6 +11,8 @@ from paceline.scheduler.now import Now
 from paceline.scheduler.policies import BasePolicy, DepthFirstPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
 
+_MAX_IDLE = 2048  # tenants that are kept without looking for idle ones
+
 
 class TenantState:
     """The service a tenant has received: charged tokens divided by its weight. Equal service is fair."""
@@ -44,13 +46,14 @@ class FairPolicy(BasePolicy):
         self._config = config
         self.tenants: dict[str, TenantState] = {}
         self._created = 0
+        self._most_tenants = _MAX_IDLE
         self._level = 0.0
         self._idle_service = 0.0  # of the last tenant that became idle
         self._active_weight = 0.0
         self._turn: TenantState | None = None
         self._backlogged: list[tuple[float, int, TenantState]] = []
         self._active: list[tuple[float, int, TenantState]] = []
-        self._skipped: list[TenantState] = []
+        self._skipped: dict[TenantState, None] = {}  # all of whose requests are skipped or hidden
         self._asked: set[TenantState] = set()
 
     def add(self, request: Request) -> None:
@@ -81,7 +84,7 @@ class FairPolicy(BasePolicy):
             if request is not None:
                 return request
             # All its requests are skipped or hidden in this step: the look-ahead continues with other tenants.
-            self._skipped.append(tenant)
+            self._skipped[tenant] = None
             self._turn = None
 
     def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
@@ -113,7 +116,7 @@ class FairPolicy(BasePolicy):
         self._skipped.clear()
 
     def _new_tenant(self, name: str) -> TenantState:
-        if len(self.tenants) > 2048:
+        if len(self.tenants) > self._most_tenants:
             self._forget_idle()
         config = self._config
         inner = DepthFirstPolicy(self._tree, lambda: self._tree.root.children.get(name))
@@ -130,6 +133,8 @@ class FairPolicy(BasePolicy):
         self.tenants = {
             name: tenant for name, tenant in self.tenants.items() if tenant.is_active or tenant.service > floor
         }
+        # Looking at all of them again is paid for by as many new ones.
+        self._most_tenants = max(_MAX_IDLE, 2 * len(self.tenants))
 
     def _activate(self, tenant: TenantState) -> None:
         if not tenant.is_active:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from paceline.config import POLICIES
 from paceline.request import Request
 from paceline.scheduler import Scheduler, StepTime
+from paceline.scheduler.fair import TenantState
 from paceline.scheduler.policies import MAX_OVERTAKES_BY_RATIO
 from paceline.testing import Harness
 from tests.helpers import admissions, harness, prompt, request, scheduler
@@ -293,6 +294,22 @@ def test_idle_tenants_are_forgotten() -> None:
     subject.run()
     assert len(subject.scheduler.policy.tenants) <= 2100  # type: ignore[attr-defined]
     assert len(list(subject.scheduler.memory.tree.nodes())) < 2 * 2500 + 10
+
+
+def test_adding_a_tenant_does_not_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in tenants, not in time: of 10,000 active ones, each is looked at a few times while they arrive."""
+    looked_at = 0
+
+    def is_active(tenant: TenantState) -> bool:
+        nonlocal looked_at
+        looked_at += 1
+        return tenant.num_waiting > 0 or tenant.num_running > 0
+
+    monkeypatch.setattr(TenantState, "is_active", property(is_active))
+    core = scheduler(policy="fair", max_waiting=10_000)
+    for number in range(10_000):
+        core.add(request([1], 1, tenant=f"tenant-{number}", id=str(number)), 0.0)
+    assert looked_at < 10 * 10_000
 
 
 # ---------------------------------------------------------------------- any queue length
