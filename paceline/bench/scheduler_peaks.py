@@ -1,7 +1,7 @@
 """The slowest steps of the scheduler, a part of `paceline bench scheduler`: loads that give it much to decide at once.
 
-Every repetition of a load makes the same decisions. So a step takes the least of its times in all repetitions: what is
-left is the scheduler's, not that of other processes.
+Times are CPU times, and every repetition of a load makes the same decisions, so a step takes the least of its times in
+all repetitions: what is left is the scheduler's, not that of other processes.
 """
 
 from __future__ import annotations
@@ -134,18 +134,18 @@ def _run(load: Load) -> tuple[list[tuple[float, float]], list[tuple[int, int]], 
         for _ in range(min(load.per_step, missing)):
             scheduler.add(next(stream), clock())
         admitted, retracted = counters.admitted, counters.retractions
-        began = time.perf_counter()
+        began = time.thread_time()
         plan = scheduler.plan(clock())
-        planned = time.perf_counter() - began
+        planned = time.thread_time() - began
         counts.append((counters.admitted - admitted, counters.retractions - retracted))
         if plan is not None:
             launched.append((plan, executor.launch(plan).wait()))
         committed = 0.0
         if launched and (plan is None or len(launched) > 1):  # overlapped: one pass stays in flight
             one, result = launched.popleft()
-            began = time.perf_counter()
+            began = time.thread_time()
             scheduler.commit(one, result.tokens, clock(), result.device_s)
-            committed = time.perf_counter() - began
+            committed = time.thread_time() - began
         times.append((planned, committed))
     gc.enable()
     return times, counts, scheduler.journal.digest()
@@ -159,9 +159,9 @@ def add_us(num_tenants: int, num_calls: int = 512) -> float:
         scheduler.add(request, 0.0)
     times = []
     for request in requests[num_tenants:]:
-        began = time.perf_counter()
+        began = time.thread_time()
         scheduler.add(request, 0.0)
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     return statistics.median(times) * 1e6
 
 

@@ -21,21 +21,25 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
-from paceline.request import Phase, Request
+from paceline.request import Request
 from paceline.scheduler.journal import EventKind, Journal
 from paceline.scheduler.memory import Memory, token_key
 from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
-from paceline.scheduler.plan import Join
+from paceline.scheduler.plan import Column, Join
 from paceline.scheduler.policies import Policy
 from paceline.scheduler.retraction import is_protected
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
+# Requests that a step admits or retracts, a retraction counted twice: so much more of the host's time it takes. More
+# would delay the next token of all running requests, a few would leave passes with short prompts half empty.
+MAX_MOVES_PER_STEP = 32
 _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
 
 
@@ -106,6 +110,7 @@ class Admission:
         self._num_admitted = 0
         # Of the pass being planned
         self.chunks: dict[Request, Chunk] = {}
+        self._num_moves = 0  # requests admitted, and twice those retracted
         self._budget = 0  # prompt tokens that it may still get
         self.token_cost = 0.0  # what a token without context takes of a budget that follows from a latency target
         self._room = 0  # of these, tokens that long prompts leave to short ones
@@ -116,6 +121,8 @@ class Admission:
         self._skipped: list[Request] = []
         self._out_of_memory: list[Request] = []  # of the skipped, those that lacked memory
         self._forecast: MemoryForecast | None = None
+        self._forecast_is_current = True
+        self._pages_at_end: npt.NDArray[np.int64] = np.zeros(config.max_running, np.int64)  # by slot
         self._num_shared_pages = 0
         self._num_pages_beside: int | None = None  # the reserved request; None: not counted yet
 
@@ -154,7 +161,8 @@ class Admission:
         self.enqueue(request)
         self._memory.tree.skip(request)
         self._skipped.append(request)
-        self._forecast = self._num_pages_beside = None
+        self._num_pages_beside, self._forecast_is_current = None, False
+        self._num_moves += 2
 
     @property
     def foreground_waits(self) -> bool:
@@ -170,6 +178,7 @@ class Admission:
 
     def begin_step(self) -> None:
         self.chunks = {}
+        self._num_moves = 0
         self._forecast = self._num_pages_beside = None
         self._may_retract = self._find_may_retract(self._background_runs())
 
@@ -249,6 +258,11 @@ class Admission:
         return request is not None and self._rank(request) >= level
 
     @property
+    def can_move(self) -> bool:
+        """Whether this step may admit or retract more requests."""
+        return self._num_moves < MAX_MOVES_PER_STEP
+
+    @property
     def could_admit(self) -> bool:
         """Whether a request waits and there is a slot for it, or one might be made free."""
         return self.num_waiting > 0 and (self._memory.slots.num_free > 0 or self._may_retract)
@@ -258,7 +272,7 @@ class Admission:
         return not self._room or to_compute <= self._config.chunk_tokens or self._budget - share >= self._room
 
     def _can_admit(self) -> bool:
-        return self._may_admit and self._budget > 0 and self.could_admit
+        return self._may_admit and self.can_move and self._budget > 0 and self.could_admit
 
     def _can_try(self) -> bool:
         """Whether to look for another candidate: a bounded number of them is skipped in a step."""
@@ -307,7 +321,7 @@ class Admission:
         if not reason.num_missing_pages:
             return True
         if not request.queued or request.overtaken >= self._config.max_overtakes:
-            self._reserve(request, now)
+            self.reserve(request, now)
         if request is not self.reserved and request not in self._out_of_memory:
             self._out_of_memory.append(request)
         return len(self._out_of_memory) <= self._config.look_ahead
@@ -318,7 +332,7 @@ class Admission:
         if len(self._without_adapter) < self._config.max_running:
             self._without_adapter[request] = None
         if not request.queued or request.overtaken >= self._config.max_overtakes:
-            self._reserve(request, now)
+            self.reserve(request, now)
         # No other request of this namespace can be admitted in this step: they are not tried one by one.
         self._memory.tree.hide(self._memory.tree.namespace(request))
 
@@ -354,7 +368,7 @@ class Admission:
             request.overtaken += 1
             self._journal.counters.overtakes += 1
             if request.overtaken >= self._config.max_overtakes:
-                self._reserve(request, now)
+                self.reserve(request, now)
 
     # ------------------------------------------------------------------ reservation
 
@@ -367,7 +381,7 @@ class Admission:
         """Whether `request` may take freed memory, whoever it is reserved for."""
         return self.reserved is None or self._rank(request) > self._rank(self.reserved)
 
-    def _reserve(self, request: Request, now: Now) -> None:
+    def reserve(self, request: Request, now: Now) -> None:
         """Keeps freed memory for `request`, unless it is kept for another: that one starts first."""
         if self._outranks_reserved(request):
             self._reserved = request
@@ -502,51 +516,66 @@ class Admission:
         adapter = min(counts, key=counts.__getitem__)
         return [one for one in among if one.adapter == adapter]
 
-    def would_fit_without(self, request: Request, leaving: list[Request], now: Now) -> bool:
-        """Whether a waiting request would have a slot, one for its adapter, and memory if `leaving` were gone."""
+    def num_missing_without(self, request: Request, leaving: list[Request], now: Now) -> int:
+        """Pages that a waiting request would lack if `leaving` were gone; 1 if it would lack a slot, or one for its
+        adapter, or memory beside a reserved request."""
         memory = self._memory
         if self._find_lack(request, leaving) is not None:
-            return False
+            return 1
         memory.lock_prefix(request, memory.tree.hit(memory.tree.waiting_nodes[request], now.step))
         missing = self._missing_pages(request, leaving)
         memory.unlock_prefix(request)
-        return missing <= 0
+        return max(0, missing)
+
+    def num_pages_at_end(self, request: Request) -> int:
+        """Pages of a running request when it ends, as the last forecast has it: retracting it gives no more."""
+        return int(self._pages_at_end[request.slot])
 
     def _missing_pages(self, request: Request, leaving: Sequence[Request] = ()) -> int:
         """Number of pages that `request`, whose prefix is locked, lacks beside everything running."""
-        running = self._running.requests
-        if leaving:
-            running = [other for other in running if other not in leaving]
-        if not running:
+        if len(self._running) == len(leaving):
             return 0  # it fits alone, or it would have been refused
         limit = self._config.num_pages - self._config.pin_quota_pages
-        if self._memory.num_promised_pages + self._memory.full_pages(request) <= limit:
+        left = np.array([other.slot for other in leaving], np.int32)
+        promised = self._memory.num_promised_pages - int(self._full_pages(left).sum())
+        if promised + self._memory.full_pages(request) <= limit:
             return 0  # everything fits at full length: no forecast is needed
         limit = self._config.num_pages - self._unused_pin_pages()
+        rows = self._running.slots
         if leaving:
-            self._forecast = None
+            rows = rows[~np.isin(rows, left)]
         if is_protected(request):
-            protected = [request, *filter(is_protected, running)]
-            shared = self._count_shared_pages(request) + sum(map(self._worst_case_pages, protected))
-            alone = sum(map(self._memory.full_pages, protected)) + self._config.pin_quota_pages
+            protected = rows[self._memory.slots.is_protected[rows]]
+            full_pages = self._memory.full_pages(request) + int(self._full_pages(protected).sum())
+            own_pages = self._worst_case_pages(request) + self._worst_case_pages_of(protected)
+            shared = self._count_shared_pages() + own_pages
+            alone = full_pages + self._config.pin_quota_pages
             missing = min(shared - limit, alone - self._config.num_pages)
             if missing > 0:
                 return missing
-        if self._forecast is None:
-            self._forecast = self._make_forecast(running)
-            self._num_shared_pages = self._count_shared_pages(request)
-        peak = self._forecast.peak_with(self._own_tokens(request), self._expected_growth(request))
-        missing = self._num_shared_pages + peak - limit
+        own, growth = self._own_tokens(request), self._expected_growth(request)
+        forecast = self._update_forecast()
+        if forecast is None:
+            forecast = self._forecast = self._make_forecast(self._running.slots)
+            self._num_shared_pages = self._count_shared_pages()
         if leaving:
-            self._forecast = None
+            missing = self._num_shared_pages + forecast.among(rows).peak_with(own, growth) - limit
             return missing - self._count_left_pages(leaving)
+        missing = self._num_shared_pages + forecast.peak_with(own, growth) - limit
         # Fitting by forecast is not enough: its first page must be available now.
         return missing if missing > 0 else 1 - self._memory.num_available_pages
 
-    def _count_shared_pages(self, request: Request) -> int:
+    def _update_forecast(self) -> MemoryForecast | None:
+        """The forecast of this step, if there is one, without requests that were retracted since."""
+        if self._forecast is not None and not self._forecast_is_current:
+            self._forecast = self._forecast.among(self._running.slots)
+            self._num_shared_pages = self._count_shared_pages()
+        self._forecast_is_current = True
+        return self._forecast
+
+    def _count_shared_pages(self) -> int:
         """Locked pages that no single request accounts for: counted once, however many requests share them."""
-        accounted = sum(other.exclusive_pages for other in self._running.requests) + request.exclusive_pages
-        return self._memory.tree.num_locked_pages - accounted
+        return self._memory.tree.num_locked_pages - self._memory.tree.num_exclusive_pages
 
     def _count_left_pages(self, leaving: Sequence[Request]) -> int:
         """Of the pages that no single request accounts for, those that only `leaving` hold."""
@@ -580,17 +609,24 @@ class Admission:
             if request.expected_tokens is not None:
                 expected = max(1, min(max_remaining, request.expected_tokens - len(request.output)))
             else:
-                generated = np.array([len(request.output)])
-                expected = int(self._lengths.expected_remaining(generated, np.array([max_remaining]))[0])
+                expected = self._lengths.expected_remaining_of_one(len(request.output), max_remaining)
         return max(0, expected - 1) + self._config.draft_tokens
 
-    def _make_forecast(self, running: list[Request]) -> MemoryForecast:
-        """The predicted peak of everything running. In columns: it is needed in every step that could admit."""
+    def _full_pages(self, rows: Column) -> Column:
+        """Pages of each of these rows at full length."""
+        return -(-self._memory.slots.max_lengths[rows] // self._memory.page_size)
+
+    def _worst_case_pages_of(self, rows: Column) -> int:
+        """Pages that only one of these rows holds, if all run to their full length."""
+        slots = self._memory.slots
+        own = self._full_pages(rows) - slots.num_prefix_pages[rows] + slots.exclusive_pages(rows)
+        return int(own.sum())
+
+    def _make_forecast(self, rows: Column) -> MemoryForecast:
+        """The predicted peak of these rows. In columns: it is needed in every step that could admit."""
         slots, size = self._memory.slots, self._memory.page_size
-        rows = np.array([request.slot for request in running])
-        exclusive_pages = np.array([request.exclusive_pages for request in running])
-        own = np.maximum(slots.computed[rows] + slots.ahead[rows], slots.prompt_tokens[rows])
-        own = own + (exclusive_pages - slots.num_prefix_pages[rows]) * size
+        known = np.maximum(slots.computed[rows] + slots.ahead[rows], slots.prompt_tokens[rows])
+        own = known + (slots.exclusive_pages(rows) - slots.num_prefix_pages[rows]) * size
         max_remaining = slots.remaining[rows].astype(np.int64)
         generated = slots.max_outputs[rows] - max_remaining
         given = slots.expected[rows]
@@ -598,29 +634,39 @@ class Admission:
         expected = np.where(given > 0, np.clip(given - generated, 1, max_remaining), learned)
         growth = np.where(slots.runs_full_length[rows], max_remaining, expected)
         # The prefill yields the first token, so a prompt grows by one position less than its remaining tokens.
-        is_prefill = np.array([request.phase is Phase.PREFILL for request in running])
-        return MemoryForecast(size, own, np.maximum(growth - is_prefill, 0) + self._config.draft_tokens)
+        growth = np.maximum(growth - slots.is_prefill[rows], 0) + self._config.draft_tokens
+        self._pages_at_end[rows] = -(-(known + growth) // size)
+        return MemoryForecast(size, rows, own, growth)
 
     def _admit(self, request: Request, hit: Node, to_compute: int, now: Now) -> None:
         memory, counters = self._memory, self._journal.counters
-        if self._forecast is not None:
-            self._forecast.add(self._own_tokens(request), self._expected_growth(request))
-        self._service_time.predict(request, to_compute, self._expected_growth(request))
+        self._num_moves += 1
+        growth = self._expected_growth(request)
+        own_tokens = self._own_tokens(request)
+        self._service_time.predict(request, to_compute, growth)
         self._policy.on_admitted(request, to_compute, now)
         self.dequeue(request)
+        forecast = self._update_forecast()  # before the slot of one that was retracted is used again
         slot = memory.start_row(request)
+        if forecast is not None:
+            forecast.add(slot, own_tokens, growth)
+        self._pages_at_end[slot] = memory.pages_for(request.num_tokens + growth)
         adapter_slot = memory.adapters.acquire(request.adapter) if request.adapter else None
         memory.slots.max_outputs[slot] = request.max_tokens
         memory.slots.expected[slot] = min(request.expected_tokens or 0, request.max_tokens)
         memory.slots.remaining[slot] = request.max_tokens - len(request.output)
         memory.slots.max_lengths[slot] = len(request.prompt) + request.max_tokens
         memory.slots.prompt_tokens[slot] = request.num_tokens
+        memory.slots.is_protected[slot] = is_protected(request)
         memory.slots.runs_full_length[slot] = request.ends_by_length or is_protected(request)
+        memory.slots.priority[slot] = request.priority
+        memory.slots.is_background[slot] = request.background
         if not request.was_admitted:
             self._num_admitted += 1
             request.first_admitted = now.time
             request.seniority = self._num_admitted
             request.num_cached = hit.depth
+        memory.slots.seniority[slot] = request.seniority
         request.wait_reason, request.num_missing_pages = "", 0
         self._running.start_prefill(request)
         self._joins.append(Join.of(request, slot, adapter_slot))

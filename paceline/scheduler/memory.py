@@ -52,6 +52,7 @@ class Memory:
         self.tree = PrefixTree(config.page_size, config.eviction, config.partial_eviction)
         self.host = HostTier(config, self.tree, journal.counters) if config.num_host_pages else None
         self.tree.host = self.host
+        self.tree.has_frontier = config.policy == "lpm"
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
         self.adapters = AdapterSlots(config.adapter_slots)

@@ -7,6 +7,8 @@ now on, if every request ends where it is expected to.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ _WINDOW = 512  # finished requests that are remembered
 _PRIOR_SCALE = 600.0
 # Lengths at which the distribution is tabulated: each of the short ones, then in steps of 6%.
 _GRID: Floats = np.concatenate([np.arange(64), np.geomspace(64, 1e8, 240)])
+_GRID_LENGTHS: list[float] = _GRID.tolist()
 _PRIOR_LONGER: Floats = (1.0 + _GRID / _PRIOR_SCALE) ** -3
 _PRIOR_TOKENS: Floats = _PRIOR_SCALE / 2 * (1.0 - (1.0 + _GRID / _PRIOR_SCALE) ** -2)
 
@@ -40,6 +43,8 @@ class OutputLengths:
         self._fresh = 0
         self._longer = _PRIOR_LONGER  # number of outputs longer than each length of the grid
         self._tokens = _PRIOR_TOKENS  # tokens of all outputs, each cut off at that length
+        self._longer_at: list[float] = self._longer.tolist()
+        self._tokens_at: list[float] = self._tokens.tolist()
 
     def record(self, num_tokens: int) -> None:
         self._recent.append(num_tokens)
@@ -60,6 +65,15 @@ class OutputLengths:
         expected: Ints = np.minimum(max_remaining, np.ceil(np.maximum(likely, 1.0))).astype(np.int64)
         return expected
 
+    def expected_remaining_of_one(self, generated: int, max_remaining: int) -> int:
+        """The same for one request: arrays of one element would take ten times as long."""
+        if self._fresh * 16 > len(self._recent):
+            self._tabulate()
+        before = _interpolated(generated, self._tokens_at)
+        tokens = _interpolated(generated + max_remaining, self._tokens_at) - before
+        likely = tokens / _interpolated(generated, self._longer_at) * (1.0 + self.caution)
+        return min(max_remaining, math.ceil(max(likely, 1.0)))
+
     def _tabulate(self) -> None:
         self._fresh = 0
         lengths = np.sort(np.array(self._recent, dtype=np.float64))
@@ -67,6 +81,16 @@ class OutputLengths:
         num_longer = len(lengths) - num_within
         self._longer = _PRIOR_LONGER + num_longer
         self._tokens = _PRIOR_TOKENS + np.append(0.0, lengths.cumsum())[num_within] + num_longer * _GRID
+        self._longer_at, self._tokens_at = self._longer.tolist(), self._tokens.tolist()
+
+
+def _interpolated(length: int, values: list[float]) -> float:
+    """As np.interp over _GRID, to the last bit."""
+    at = bisect_right(_GRID_LENGTHS, length) - 1
+    if at + 1 == len(values):
+        return values[at]
+    slope = (values[at + 1] - values[at]) / (_GRID_LENGTHS[at + 1] - _GRID_LENGTHS[at])
+    return slope * (length - _GRID_LENGTHS[at]) + values[at]
 
 
 class MemoryForecast:
@@ -78,19 +102,27 @@ class MemoryForecast:
     count is exact: rounding each request up to a page separately would cost a page each.
     """
 
-    def __init__(self, page_size: int, own: Ints, remaining: Ints) -> None:
-        size = self._page_size = page_size
+    def __init__(self, page_size: int, rows: Ints, own: Ints, remaining: Ints) -> None:
         order = np.argsort(-remaining, kind="stable")
-        self._own, self._remaining = own[order], remaining[order]
+        self._set(page_size, rows[order], own[order], remaining[order])
+
+    def among(self, rows: Ints) -> MemoryForecast:
+        """The forecast of those of its rows that are in `rows`: the others have left."""
+        is_left = np.isin(self._rows, rows)
+        forecast = MemoryForecast.__new__(MemoryForecast)
+        forecast._set(self._page_size, self._rows[is_left], self._own[is_left], self._remaining[is_left])
+        return forecast
+
+    def _set(self, size: int, rows: Ints, own: Ints, remaining: Ints) -> None:
+        """Of rows that are sorted."""
+        self._page_size, self._rows, self._own, self._remaining = size, rows, own, remaining
         # peaks[i] = sum over j <= i of ceil((own[j] + remaining[i]) / size), without a loop over pairs: beyond its
         # whole pages, request j needs one more page, two if its last page overflows, none if it has no remainder.
-        count = len(order)
-        ranks = np.arange(1, count + 1)
-        remainders = np.zeros((count, size), np.int32)
-        remainders[ranks - 1, self._own % size] = 1
-        at_most = remainders.cumsum(axis=0).cumsum(axis=1)  # [i, x]: how many of the first i have a remainder <= x
-        pages, rest = self._remaining // size, self._remaining % size
-        overflowing = np.where(rest > 0, ranks - at_most[ranks - 1, size - np.maximum(rest, 1)], -at_most[:, 0])
+        ranks = np.arange(1, len(rows) + 1)
+        is_at_most = (own % size).astype(np.int32)[None, :] <= np.arange(size, dtype=np.int32)[:, None]
+        at_most = is_at_most.cumsum(axis=1, dtype=np.int32)  # [x, i]: how many of the first i have a remainder <= x
+        pages, rest = remaining // size, remaining % size
+        overflowing = np.where(rest > 0, ranks - at_most[size - np.maximum(rest, 1), ranks - 1], -at_most[0])
         self._peaks = np.cumsum(self._own // size) + ranks * (pages + 1) + overflowing
         # Candidates of one step often have the same lengths, and an admitted one was a candidate before.
         self._insertions: dict[tuple[int, int], _Insertion] = {}
@@ -99,10 +131,11 @@ class MemoryForecast:
         """The peak if a request with that many own and expected tokens were admitted."""
         return self._insertion(own, remaining).peak
 
-    def add(self, own: int, remaining: int) -> None:
+    def add(self, row: int, own: int, remaining: int) -> None:
         """A request was admitted."""
         insertion = self._insertion(own, remaining)
         position = insertion.position
+        self._rows = _inserted(self._rows, position, row)
         self._own = _inserted(self._own, position, own)
         self._remaining = _inserted(self._remaining, position, remaining)
         self._peaks = np.concatenate([self._peaks[:position], [insertion.at_its_end], insertion.later])

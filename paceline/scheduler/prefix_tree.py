@@ -54,7 +54,9 @@ class PrefixTree:
         self.page_bytes = page_size * TOKEN_BYTES
         self.num_pages = 0  # resident, locked or not
         self.num_locked_pages = 0
+        self.num_exclusive_pages = 0  # of these, counted in `exclusive_pages` of the request that alone has locked them
         self.waiting_nodes: dict[Request, Node] = {}  # where the path of each waiting request ends
+        self.has_frontier = True  # only `LongestPrefixPolicy` reads it
         self.frontier: list[tuple[int, int, Node]] = []  # heap by depth of resident nodes that may have waiters
         self._ticks = 0
         self._num_nodes = 0
@@ -268,10 +270,12 @@ class PrefixTree:
                 current.holder = holder
                 if holder is not None:
                     holder.exclusive_pages += len(current.pages)
+                    self.num_exclusive_pages += len(current.pages)
             elif current.holder is not None:
                 # When later only one holder is left, it is not looked up: the pages count as shared until they
                 # are unlocked, which is the conservative side.
                 current.holder.exclusive_pages -= len(current.pages)
+                self.num_exclusive_pages -= len(current.pages)
                 current.holder = None
             if holder is not None and holder.priority > current.priority:
                 current.priority = holder.priority
@@ -291,6 +295,7 @@ class PrefixTree:
                 self.num_locked_pages -= len(current.pages)
                 if current.holder is not None:
                     current.holder.exclusive_pages -= len(current.pages)
+                    self.num_exclusive_pages -= len(current.pages)
                     current.holder = None
                 self.leaves.update_value(current)
                 self.leaves.push(current)
@@ -607,6 +612,8 @@ class PrefixTree:
 
     def _push_frontier(self, node: Node) -> None:
         """Records that requests may wait right below a resident node, for `LongestPrefixPolicy`."""
+        if not self.has_frontier:
+            return
         heappush(self.frontier, (-node.depth, node.seq, node))
         if len(self.frontier) > 64 + 4 * self._num_nodes:
             live = {id(entry[2]): entry for entry in self.frontier if entry[2].is_alive and entry[2].resident}

@@ -9,7 +9,10 @@ another. A background request is not protected from foreground requests, and its
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import compress
+
+import numpy as np
 
 from paceline.request import Request
 from paceline.scheduler.memory import Memory
@@ -23,29 +26,45 @@ def is_protected(request: Request) -> bool:
     return request.retractions >= MAX_RETRACTIONS
 
 
-def num_own_pages(request: Request, memory: Memory) -> int:
-    """Pages that become available when `request` leaves: its private ones, and tree pages that only it has locked."""
-    assert request.slot is not None, f"request {request.id} is not running"
-    num_prefix_pages = memory.locked_nodes[request].depth // memory.page_size
-    return int(memory.slots.num_pages[request.slot]) - num_prefix_pages + request.exclusive_pages
+def victims(running: Iterable[Request], memory: Memory, *, for_foreground: bool = False) -> Iterator[Request]:
+    """These requests in the order in which they are retracted, without those that are protected. Retract each before
+    the next is asked for; others may be retracted in between, none may start."""
+    tree = memory.tree
+    requests = [request for request in running if not is_protected(request) or (for_foreground and request.background)]
+    while requests := [request for request in requests if request.slot is not None]:
+        # One order for all, until a retraction changes more than what it takes away: step by step it would cost as
+        # much as planning the pass does.
+        senior, ordered = _order(requests, memory)
+        for victim in ordered:
+            if victim.slot is None:
+                continue
+            num_exclusive = tree.num_exclusive_pages - victim.exclusive_pages
+            yield victim
+            if victim is senior or tree.num_exclusive_pages != num_exclusive:
+                break
 
 
 def choose_victim(running: Iterable[Request], memory: Memory, *, for_foreground: bool = False) -> Request | None:
     """The request to retract, or None if all are protected."""
-    allowed = [request for request in running if not is_protected(request) or (for_foreground and request.background)]
-    if not allowed:
-        return None
+    return next(victims(running, memory, for_foreground=for_foreground), None)
+
+
+def _order(requests: list[Request], memory: Memory) -> tuple[Request, list[Request]]:
+    """The most senior candidate, and all of them in order."""
+    slots, size = memory.slots, memory.page_size
+    rows = np.array([request.slot for request in requests], np.int32)
+    # Pages that become available when a request leaves: its private ones, and tree pages that only it has locked.
+    own_pages = slots.num_pages[rows] - slots.num_prefix_pages[rows]
+    own_pages = own_pages + np.array([request.exclusive_pages for request in requests])
     # Retracting one of several requests that share all their pages frees none, but retracting the last of them does.
-    candidates = [request for request in allowed if num_own_pages(request, memory) > 0] or allowed
-    senior = min(candidates, key=lambda request: request.seniority)
-
-    def retract_order(request: Request) -> tuple[bool, int, bool, float, int]:
-        assert request.slot is not None, "candidates are running"
-        pages = max(1, num_own_pages(request, memory))
-        computed = int(memory.slots.computed[request.slot])
-        tokens = min(computed, pages * memory.page_size)
-        middle = computed - tokens / 2
-        cost = tokens * (1 + middle / _COST_DEPTH) / pages
-        return (not request.background, request.priority, request is senior, cost, -request.seniority)
-
-    return min(candidates, key=retract_order)
+    if (own_pages > 0).any():
+        requests = list(compress(requests, own_pages > 0))
+        rows, own_pages = rows[own_pages > 0], own_pages[own_pages > 0]
+    senior = int(slots.seniority[rows].argmin())
+    pages = np.maximum(own_pages, 1)
+    computed = slots.computed[rows]
+    tokens = np.minimum(computed, pages * size)
+    cost = tokens * (1 + (computed - tokens / 2) / _COST_DEPTH) / pages
+    is_senior = np.arange(len(rows)) == senior
+    keys = (-slots.seniority[rows], cost, is_senior, slots.priority[rows], ~slots.is_background[rows])  # the last first
+    return requests[senior], [requests[at] for at in np.lexsort(keys).tolist()]

@@ -34,6 +34,7 @@ class RunningSet:
         self.prefilling: list[Request] = []  # admitted, prompt not fully planned; most senior first
         self.decodes_by_tenant: Counter[str] = Counter()
         self._decode_slots: Column | None = None
+        self._slots: Column | None = None
         self._decode_sharing: dict[bytes, Sharing | None] = {}  # by slots of the batch
 
     def __len__(self) -> int:
@@ -47,20 +48,29 @@ class RunningSet:
 
     def start_prefill(self, request: Request) -> None:
         request.enter(Phase.PREFILL)
+        self._memory.slots.is_prefill[request.slot] = True
         insort(self.prefilling, request, key=lambda running: running.seniority)
+        self._slots = None
 
     def finish_prefill(self, request: Request) -> None:
         """The prompt is fully planned: the request decodes next, or ends with this pass."""
+        self._memory.slots.is_prefill[request.slot] = False
         self.prefilling.remove(request)
+        self._slots = None
 
     def start_decoding(self, request: Request) -> None:
         request.enter(Phase.DECODING)
         self.decoding.append(request)
         self.decodes_by_tenant[request.tenant] += 1
+        self._decode_slots = None
         self._decodes_changed()
 
     def stop_decoding(self, request: Request) -> None:
-        self.decoding.remove(request)
+        at = self.decoding.index(request)
+        del self.decoding[at]
+        if self._decode_slots is not None:  # a step may retract dozens
+            self._decode_slots = np.delete(self._decode_slots, at)
+            self._decode_slots.flags.writeable = False
         self.decodes_by_tenant[request.tenant] -= 1
         if not self.decodes_by_tenant[request.tenant]:
             del self.decodes_by_tenant[request.tenant]
@@ -70,6 +80,7 @@ class RunningSet:
         """Removes a request if it is here: one that ends with a pass in flight has left already."""
         if request in self.prefilling:
             self.prefilling.remove(request)
+            self._slots = None
         elif request in self.decoding:
             self.stop_decoding(request)
 
@@ -78,7 +89,7 @@ class RunningSet:
         self._decode_sharing.clear()
 
     def _decodes_changed(self) -> None:
-        self._decode_slots = None
+        self._slots = None
         self._decode_sharing.clear()
 
     # ------------------------------------------------------------------ derived
@@ -90,6 +101,14 @@ class RunningSet:
             self._decode_slots = np.array([request.slot for request in self.decoding], np.int32)
             self._decode_slots.flags.writeable = False
         return self._decode_slots
+
+    @property
+    def slots(self) -> Column:
+        """Slots of `requests`."""
+        if self._slots is None:
+            prefilling = np.array([request.slot for request in self.prefilling], np.int32)
+            self._slots = np.concatenate([self.decode_slots, prefilling])
+        return self._slots
 
     def due_slots(self, latest: int) -> Column:
         """Slots of the decodes for the next pass, in row order: at most an Nth of all, of those whose last pass is not

@@ -36,7 +36,7 @@ from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
 from paceline.scheduler.plan import NO_TOKENS, Column, Finished, Plan, Updates
 from paceline.scheduler.policy import make_policy
-from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, is_protected
+from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, victims
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 from paceline.scheduler.step_time import MixedBatchTimes, StepTimeFit
@@ -86,6 +86,7 @@ class Scheduler:
         )
         self.max_in_flight = config.num_stages + 1  # passes that are planned and not committed
         self._due: Column = NO_TOKENS  # slots of the decode rows of the pass being planned
+        self._left_out: Column = NO_TOKENS  # slots of decode rows that get no page in the pass being planned
         self._num_drafts = config.draft_tokens  # per decode row of the pass being planned, at most
         self._lengths = OutputLengths()
         self.step = 1  # number of the pass being planned, or of the next one
@@ -295,6 +296,7 @@ class Scheduler:
         admission.begin_step()
         if self.draft_depth is not None:
             self._num_drafts = self.draft_depth.choose(running.decoding)
+        self._left_out = NO_TOKENS
         self._due = self._find_due()
         may_admit = self.config.batching != "static" or not running
         prefill_first = self.config.batching == "prefill-first"
@@ -355,30 +357,45 @@ class Scheduler:
 
     @property
     def _decode_rows(self) -> Column:
-        """Slots of the decode rows of this pass. Of those that were due, some may have been retracted for others."""
-        if self.config.num_stages == 1:
+        """Slots of the decode rows of this pass: of those that are due, and were not retracted for others since."""
+        if self.config.num_stages == 1 and not len(self._left_out):
             return self.running.decode_slots
         return self._due[np.isin(self._due, self.running.decode_slots)]
 
     def _ensure_decode_pages(self, now: Now) -> None:
         """Allocates a page for the next token of every decode row that needs one, and retracts if there are not
-        enough."""
+        enough. A step retracts a bounded number of requests, so that the others do not wait for it; then the newest
+        rows that need a page are left out of this pass."""
         memory, slots, draft = self.memory, self.memory.slots, self._num_drafts
+        for_foreground = not slots.is_background[self.running.slots].all()
+        to_retract = victims(self.running.requests, memory, for_foreground=for_foreground)
         while True:
-            rows = self._due = self._find_due()
+            rows = self._find_due()
+            if len(self._left_out):
+                rows = rows[~np.isin(rows, self._left_out)]
+            self._due = rows
             reach = slots.computed[rows]
             if self.config.draft_tokens:
                 reach = np.minimum(reach + slots.ahead[rows] + draft, slots.max_lengths[rows] - 1)
             full = rows[reach >= slots.capacity[rows]]
             if not len(full):
                 return
-            if len(full) <= memory.num_available_pages:
+            num_missing = len(full) - memory.num_available_pages
+            if num_missing <= 0:
                 memory.append_page_each(full, now)  # then check again: a draft may need several pages
-            elif not self._retract_one(now, f"{len(full)} decoding requests"):
-                # All are protected: the newest request that needs a page waits.
-                full_slots = set(full.tolist())
-                candidates = [request for request in self.running.decoding if request.slot in full_slots]
-                self._retract(max(candidates, key=lambda request: request.seniority), now, "older requests")
+                continue
+            if not self.admission.can_move and num_missing < len(rows):
+                newest = full[np.argsort(slots.seniority[full])[-num_missing:]]
+                self._left_out = np.concatenate([self._left_out, newest])
+                continue
+            victim = next(to_retract, None)
+            if victim is not None:
+                self._retract(victim, now, f"{len(full)} decoding requests", for_foreground=for_foreground)
+            else:  # all are protected: the newest request that needs a page waits
+                newest_one = slots.requests[full[slots.seniority[full].argmax()]]
+                assert newest_one is not None, "decode rows have requests"
+                self._retract(newest_one, now, "older requests")
+            self._lengths.on_retraction()
 
     def _plan_prefills(self, may_admit: bool, now: Now) -> None:
         if not self.running.prefilling and not (may_admit and self.admission.could_admit):
@@ -524,12 +541,12 @@ class Scheduler:
         self._retract(self.requests[request_id], Now(self.step, now), beneficiary)
 
     def _retract_one(self, now: Now, beneficiary: str) -> bool:
-        running = self.running.requests
-        for_foreground = not all(one.background for one in running)
-        victim = choose_victim(running, self.memory, for_foreground=for_foreground)
+        for_foreground = not self.memory.slots.is_background[self.running.slots].all()
+        victim = choose_victim(self.running.requests, self.memory, for_foreground=for_foreground)
         if victim is None:
             return False
         self._retract(victim, now, beneficiary, for_foreground=for_foreground)
+        self._lengths.on_retraction()
         return True
 
     def _retract(self, request: Request, now: Now, beneficiary: str, *, for_foreground: bool = False) -> None:
@@ -537,7 +554,6 @@ class Scheduler:
         are needed."""
         if not (for_foreground and request.background):
             request.retractions += 1
-        self._lengths.on_retraction()
         self.counters.retractions += 1
         request.num_in_flight = sum(request in one.sampled for one in self._in_flight)
         self._note_unproven(request)
@@ -559,24 +575,34 @@ class Scheduler:
         priority, if that lets it run. Prompts, too: none of them has a chunk in the pass being planned yet."""
         admission, is_foreground = self.admission, not request.background
         gap = self.config.retract_gap if self.config.policy == "priority" else math.inf
-        highest = request.priority - gap
-
-        def gives_way(one: Request) -> bool:
-            if one.background != request.background:
-                return one.background
-            return one.priority <= highest and not is_protected(one)
-
-        below = list(filter(gives_way, self.running.requests))
-        if not below or not admission.would_fit_without(request, below, now):
+        slots, rows = self.memory.slots, self.running.slots
+        is_background = slots.is_background[rows]
+        gives_way = (slots.priority[rows] <= request.priority - gap) & ~slots.is_protected[rows]
+        gives_way = (is_background | gives_way) if is_foreground else (is_background & gives_way)
+        if not gives_way.any() or not admission.can_move:
             return
-        while below and not admission.would_fit_without(request, [], now):
+        below = list(itertools.compress(self.running.requests, gives_way.tolist()))
+        missing = admission.num_missing_without(request, [], now)
+        if missing and admission.num_missing_without(request, below, now):
+            return
+        in_order = victims(below, self.memory, for_foreground=is_foreground)
+        while below and missing:
+            if not admission.can_move:
+                admission.reserve(request, now)  # the next step retracts the others
+                return
             candidates = admission.retractable_for(request, below)
-            victim = choose_victim(candidates, self.memory, for_foreground=is_foreground)
+            if candidates is below:
+                victim = next(in_order, None)
+            else:
+                victim = choose_victim(candidates, self.memory, for_foreground=is_foreground)
             assert victim is not None, "protected requests are not among the candidates"
             assert victim not in admission.chunks, f"request {victim.id} is retracted with a chunk in this pass"
             below.remove(victim)
             beneficiary = f"request {request.id} of priority {request.priority}"
+            # As long as the victims cannot have had what is missing, it need not be counted again.
+            missing = max(0, missing - admission.num_pages_at_end(victim))
             self._retract(victim, now, beneficiary, for_foreground=is_foreground)
+            missing = missing or admission.num_missing_without(request, [], now)
 
     # ------------------------------------------------------------------ commit
 

@@ -30,6 +30,11 @@ class Slots:
         self.max_lengths: Column = np.zeros(max_running, np.int32)  # prompt and output at full length
         self.prompt_tokens: Column = np.zeros(max_running, np.int32)  # to prefill; after a retraction, output too
         self.runs_full_length: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # is counted at full length
+        self.is_prefill: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # its prompt is not fully planned
+        self.priority: npt.NDArray[np.int64] = np.zeros(max_running, np.int64)
+        self.seniority: npt.NDArray[np.int64] = np.zeros(max_running, np.int64)
+        self.is_background: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)
+        self.is_protected: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # see scheduler/retraction.py
         self.num_pages: Column = np.zeros(max_running, np.int32)
         self.last_step: npt.NDArray[np.int64] = np.zeros(max_running, np.int64)  # of the last pass with this row
         # calloc: rows that are never used cost address space, not memory
@@ -56,6 +61,11 @@ class Slots:
         self.requests[slot] = None
         request.slot = None
         self._free.append(slot)
+
+    def exclusive_pages(self, slots: Column) -> npt.NDArray[np.int64]:
+        """Of the requests in these slots, each of which has one."""
+        requests = map(self.requests.__getitem__, slots.tolist())
+        return np.array([request.exclusive_pages for request in requests if request is not None], np.int64)
 
     def row(self, slot: int) -> Pages:
         """A view of the pages of one row."""

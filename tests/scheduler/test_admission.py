@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.request import Phase, Request
 from paceline.scheduler import EventKind, Plan, Scheduler
+from paceline.scheduler.admission import MAX_MOVES_PER_STEP
 from paceline.scheduler.retraction import MAX_RETRACTIONS
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
@@ -47,6 +48,17 @@ def long_prompts(core: Scheduler, count: int, num_tokens: int = 20_000, **fields
     return found
 
 
+def test_a_burst_of_short_requests_is_admitted_over_several_steps() -> None:
+    """The next token of running requests does not wait for all of them."""
+    core = large(max_running=256)
+    for number in range(200):
+        core.add(request([number + 1], 20), 0.0)
+    joins = []
+    while core.num_waiting:
+        joins.append(len(step(core).joins))
+    assert joins == [MAX_MOVES_PER_STEP] * 6 + [200 - 6 * MAX_MOVES_PER_STEP]
+
+
 # ---------------------------------------------------------------------- the prefill budget
 
 
@@ -71,7 +83,8 @@ def test_a_short_prompt_is_admitted_at_once_while_long_ones_use_the_whole_budget
     core = large(chunk_tokens=chunk_tokens, max_running=128)
     for number in range(num_decodes):
         core.add(request([number + 1], 100), 0.0)
-    step(core)
+    while core.num_waiting:
+        step(core)
     long_prompts(core, 12)
     for _ in range(5):
         assert step(core).num_prefill_tokens == 8192 - num_decodes

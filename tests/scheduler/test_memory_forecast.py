@@ -27,10 +27,32 @@ def test_the_predicted_peak_equals_the_naive_simulation(
     requests: list[tuple[int, int]], candidate: tuple[int, int], page_size: int
 ) -> None:
     own, remaining = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
-    forecast = MemoryForecast(page_size, own, remaining)
+    forecast = MemoryForecast(page_size, np.arange(len(own)), own, remaining)
     assert forecast.peak_with(*candidate) == naive_peak([*requests, candidate], page_size)
-    forecast.add(*candidate)
+    forecast.add(len(own), *candidate)
     assert forecast.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)
+
+
+@given(REQUESTS, st.data())
+def test_a_forecast_without_some_requests_is_that_of_the_others(
+    requests: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    own, remaining = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
+    forecast = MemoryForecast(4, np.arange(len(own)), own, remaining)
+    left = data.draw(st.sets(st.sampled_from(range(len(own)))))
+    others = [requests[row] for row in left]
+    among = forecast.among(np.array(sorted(left), np.int64))
+    assert among.peak_with(3, 7) == naive_peak([*others, (3, 7)], 4)
+
+
+@given(st.lists(st.integers(1, 5000), max_size=40), st.integers(0, 40_000), st.integers(1, 40_000))
+def test_the_expectation_of_one_request_is_the_same_as_among_others(
+    finished: list[int], generated: int, most: int
+) -> None:
+    lengths = OutputLengths()
+    for length in finished:
+        lengths.record(length)
+    assert lengths.expected_remaining_of_one(generated, most) == expected(lengths, generated, most)
 
 
 def expected(lengths: OutputLengths, generated: int, most: int) -> int:
@@ -79,7 +101,10 @@ def test_a_burst_with_open_max_tokens_runs_at_once() -> None:
     core = scheduler(num_pages=6250, page_size=16, max_running=64, max_batch_tokens=8192, context_tokens=32_768)
     for number in range(60):
         core.add(request(prompt([number] * 100), None, eos_token_ids=(EOS,)), 0.0)
-    core.plan(0.0)
+    while core.num_waiting:
+        plan = core.plan(0.0)
+        assert plan is not None and plan.joins, "nothing waits for memory"
+        core.commit(plan, np.ones(int(plan.samples.sum()), np.int32), 0.0, 0.0)
     assert core.num_running == 60
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.request import FinishReason, Phase
-from paceline.scheduler import EventKind
-from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
+from paceline.request import FinishReason, Phase, Request
+from paceline.scheduler import EventKind, admission
+from paceline.scheduler.memory import Memory
+from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim, is_protected, victims
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
@@ -252,4 +254,97 @@ def test_an_absurd_expected_length_is_capped_by_max_tokens() -> None:
     subject.add(one := request([1, 2, 3], 5, expected_tokens=2**40, stop_token_ids=(63,)), request([4, 5], 5))
     subject.run()
     assert len(one.output) <= 5
+    subject.assert_reference()
+
+
+# ---------------------------------------------------------------------- a step is bounded
+
+
+def naive_victim(running: list[Request], memory: Memory) -> Request | None:
+    """The reference implementation of `victims`: looks at all requests again for each."""
+    allowed = [one for one in running if not is_protected(one)]
+
+    def own_pages(one: Request) -> int:
+        assert one.slot is not None
+        prefix_pages = memory.locked_nodes[one].depth // memory.page_size
+        return int(memory.slots.num_pages[one.slot]) - prefix_pages + one.exclusive_pages
+
+    candidates = [one for one in allowed if own_pages(one) > 0] or allowed
+    senior = min(candidates, key=lambda one: one.seniority, default=None)
+
+    def order(one: Request) -> tuple[bool, int, bool, float, int]:
+        pages, computed = max(1, own_pages(one)), int(memory.slots.computed[one.slot])
+        tokens = min(computed, pages * memory.page_size)
+        cost = tokens * (1 + (computed - tokens / 2) / 4096) / pages
+        return not one.background, one.priority, one is senior, cost, -one.seniority
+
+    return min(candidates, key=order, default=None)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=60)
+def test_victims_have_the_order_of_choosing_each_among_all(seed: int) -> None:
+    rng = random.Random(seed)
+    core = scheduler(num_pages=512, page_size=2, max_running=16, background_tenants="b", max_prefill_tokens=64)
+    for number in range(16):
+        tokens = [1, 2] * rng.randrange(6) + [rng.randrange(3) for _ in range(rng.randrange(1, 9))]
+        one = request(tokens, 30, id=str(number), tenant=rng.choice("ab"), priority=rng.choice([0, 0, 1]))
+        core.add(one, 0.0)
+    for _ in range(rng.randrange(1, 12)):
+        plan = core.plan(0.0)
+        assert plan is not None
+        core.commit(plan, np.array([rng.randrange(3) for _ in range(int(plan.samples.sum()))], np.int32), 0.0, 0.0)
+    for one in core.running.requests:
+        one.retractions = rng.choice([0, 0, 0, MAX_RETRACTIONS])
+    in_order = victims(core.running.requests, core.memory)
+    while (expected := naive_victim(core.running.requests, core.memory)) is not None:
+        assert next(in_order) is expected
+        core.retract(expected.id, 0.0, "the test")
+    assert next(in_order, None) is None
+
+
+def storm(**options: Any) -> Harness:
+    """Requests of one length that all need another page in the same pass, in a pool without one."""
+    subject = crowded(36, max_running=12, overlap=True, **options)
+    subject.add(*(underestimated(n, n + 1, n + 2, n + 3, max_tokens=10) for n in range(12)))
+    return subject
+
+
+@pytest.mark.parametrize("max_moves", [0, 2, 4])
+def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(
+    max_moves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = storm()
+    core = subject.scheduler
+    while core.num_waiting:
+        subject.step()
+    monkeypatch.setattr(admission, "MAX_MOVES_PER_STEP", max_moves)
+    left_out = 0
+    while core.counters.retractions < 3:
+        before = core.counters.retractions
+        subject.step()
+        assert core.counters.retractions - before <= max(1, max_moves // 2)
+        left_out += len(core.running.decoding) - len(core._decode_rows)
+    assert left_out, "some rows had no page in some passes"
+    monkeypatch.undo()
+    subject.run()
+    assert set(subject.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
+    subject.assert_reference()
+
+
+def test_requests_of_higher_priority_get_memory_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that needs more retractions than a step has is admitted once the last of them is done."""
+    subject = harness(num_pages=40, page_size=2, max_running=12, policy="priority", retract_gap=1, vocab=4096)
+    subject.add(*(request([n + 1] * 4, 4, id=f"low-{n}") for n in range(10)))
+    subject.step()
+    subject.add(request(prompt([50] * 40), 6, priority=9, id="high"))
+    monkeypatch.setattr(admission, "MAX_MOVES_PER_STEP", 4)
+    per_step = []
+    while "high" not in admissions(subject.scheduler):
+        before = subject.scheduler.counters.retractions
+        subject.step()
+        per_step.append(subject.scheduler.counters.retractions - before)
+    assert max(per_step) == 2 and sum(per_step) > 2, per_step
+    monkeypatch.undo()
+    subject.run()
     subject.assert_reference()
