@@ -333,14 +333,14 @@ MUTANTS = [
     Mutant(
         "the slots of decoding requests are cached too long",
         "scheduler/running_set.py",
-        "        self._decode_slots = None\n        self._decode_sharing.clear()",
-        "        self._decode_sharing.clear()",
+        "            self._decode_slots = np.delete(self._decode_slots, at)\n",
+        "            self._decode_slots = self._decode_slots.copy()\n",
     ),
     Mutant(
         "the sharing of decoding requests is cached too long",
         "scheduler/running_set.py",
-        "        self._decode_slots = None\n        self._decode_sharing.clear()",
-        "        self._decode_slots = None",
+        "        self._slots = None\n        self._decode_sharing.clear()",
+        "        self._slots = None",
     ),
     Mutant(
         "any phase may follow any other",
@@ -953,8 +953,8 @@ MUTANTS = [
     Mutant(
         "background requests are retracted like others",
         "scheduler/retraction.py",
-        "        return (not request.background, request.priority,",
-        "        return (False, request.priority,",
+        "slots.priority[rows], ~slots.is_background[rows])",
+        "slots.priority[rows])",
         ("tests/scheduler/test_background.py",),
     ),
     Mutant(
@@ -1334,6 +1334,34 @@ MUTANTS = [
         "    count = torch.get_num_threads()\n    torch.set_num_threads(1)",
         "    count = torch.get_num_threads()\n    torch.set_num_threads(count)",
         ("tests/engine/cpu/test_native.py",),
+    ),
+    Mutant(
+        "a step retracts any number of requests",
+        "scheduler/scheduler.py",
+        "            if not self.admission.can_move and num_missing < len(rows):",
+        "            if False:",
+        ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "rows that wait for a page are in the pass",
+        "scheduler/scheduler.py",
+        "        if self.config.num_stages == 1 and not len(self._left_out):",
+        "        if self.config.num_stages == 1:",
+        ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "a step admits any number of requests",
+        "scheduler/admission.py",
+        "        return self._num_moves < MAX_MOVES_PER_STEP",
+        "        return True",
+        ("tests/scheduler/test_admission.py",),
+    ),
+    Mutant(
+        "victims are not ordered again when a retraction changes the pages of others",
+        "scheduler/retraction.py",
+        "if victim is senior or tree.num_exclusive_pages != num_exclusive:",
+        "if False:",
+        ("tests/scheduler/test_retraction.py",),
     ),
 ]
 
