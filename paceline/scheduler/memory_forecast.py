@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.int32] | Ints
 
 _WINDOW = 512  # finished requests that are remembered
 # The prior counts as one finished request whose length has a distribution: that of chat traffic, 300 tokens on average
@@ -102,20 +103,21 @@ class MemoryForecast:
     count is exact: rounding each request up to a page separately would cost a page each.
     """
 
-    def __init__(self, page_size: int, rows: Ints, own: Ints, remaining: Ints) -> None:
+    def __init__(self, page_size: int, rows: Rows, own: Ints, remaining: Ints) -> None:
         order = np.argsort(-remaining, kind="stable")
         self._set(page_size, rows[order], own[order], remaining[order])
 
-    def among(self, rows: Ints) -> MemoryForecast:
+    def among(self, rows: Rows) -> MemoryForecast:
         """The forecast of those of its rows that are in `rows`: the others have left."""
         is_left = np.isin(self._rows, rows)
         forecast = MemoryForecast.__new__(MemoryForecast)
         forecast._set(self._page_size, self._rows[is_left], self._own[is_left], self._remaining[is_left])
         return forecast
 
-    def _set(self, size: int, rows: Ints, own: Ints, remaining: Ints) -> None:
+    def _set(self, size: int, rows: Rows, own: Ints, remaining: Ints) -> None:
         """Of rows that are sorted."""
-        self._page_size, self._rows, self._own, self._remaining = size, rows, own, remaining
+        self._page_size, self._own, self._remaining = size, own, remaining
+        self._rows: Rows = rows
         # peaks[i] = sum over j <= i of ceil((own[j] + remaining[i]) / size), without a loop over pairs: beyond its
         # whole pages, request j needs one more page, two if its last page overflows, none if it has no remainder.
         ranks = np.arange(1, len(rows) + 1)
@@ -135,7 +137,7 @@ class MemoryForecast:
         """A request was admitted."""
         insertion = self._insertion(own, remaining)
         position = insertion.position
-        self._rows = _inserted(self._rows, position, row)
+        self._rows = np.insert(self._rows, position, row)
         self._own = _inserted(self._own, position, own)
         self._remaining = _inserted(self._remaining, position, remaining)
         self._peaks = np.concatenate([self._peaks[:position], [insertion.at_its_end], insertion.later])
