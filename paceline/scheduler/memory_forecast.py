@@ -137,7 +137,7 @@ class MemoryForecast:
         """A request was admitted."""
         insertion = self._insertion(own, remaining)
         position = insertion.position
-        self._rows = np.insert(self._rows, position, row)
+        self._rows = np.concatenate([self._rows[:position], np.array([row], np.int32), self._rows[position:]])
         self._own = _inserted(self._own, position, own)
         self._remaining = _inserted(self._remaining, position, remaining)
         self._peaks = np.concatenate([self._peaks[:position], [insertion.at_its_end], insertion.later])
