@@ -41,8 +41,8 @@ def test_valid_chats_of_82_kb_fit_into_the_context_and_differ() -> None:
     one = attack("100 valid chats of 82 KB")
     assert one.count == 100 and 82_000 <= len(one.make("virtual", 0)) < 83_000
     prompts = [TOKENIZER.render_chat(body(one, number)["messages"]) for number in (0, 1)]
-    assert all(CONTEXT / 2 < len(TOKENIZER.encode(text)) < CONTEXT for text in prompts)
-    assert prompts[0][:200] != prompts[1][:200], "the second would be a prefix that is cached"
+    assert all(CONTEXT / 2 < len(TOKENIZER.encode_rendered(one)) < CONTEXT for one in prompts)
+    assert prompts[0].text[:200] != prompts[1].text[:200], "the second would be a prefix that is cached"
 
 
 def test_headers_are_many_and_not_long() -> None:

@@ -251,7 +251,7 @@ def test_an_option_of_another_engine_is_translated(run: Run, arguments: tuple[st
 
 def test_serve_takes_the_model_as_an_argument(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = run("serve", "/no/such/model")
-    assert missing.exit_code == 2 and "model is '/no/such/model', which does not exist" in missing.stderr
+    assert missing.exit_code == 75 and "model is '/no/such/model', which does not exist" in missing.stderr
     both = run("serve", "/no/such/model", "--model", "/another")
     assert both.exit_code == 2 and "model is '/another', and '/no/such/model' is given, too" in both.stderr
     monkeypatch.setenv("PACELINE_MODEL", "/of/the/environment")

@@ -83,7 +83,7 @@ def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | No
         patch.setattr(F, "linear", with_halves)
         expected_of_prompts = logits_in_chunks(reference, adapter, factor, are_prompts=True)
     difference, spread = (logits_in_chunks(model, adapter, factor) - expected).abs(), float(expected.std())
-    assert float(difference.mean()) < 5e-4 * spread
+    assert float(difference.mean()) < 7e-4 * spread
     assert float(difference.max()) < 3e-2 * spread
     if model._library.has_tiles:
         difference = (logits_in_chunks(model, adapter, factor, are_prompts=True) - expected_of_prompts).abs()

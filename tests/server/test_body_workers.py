@@ -68,6 +68,7 @@ BODIES: dict[str, Any] = {
     "/api/chat": {"model": "tiny", "messages": HELLO["messages"], "options": {"num_predict": 2}},
     "/api/generate": {"model": "tiny", "prompt": "some text", "options": {"num_predict": 2}},
     "/api/embed": {"model": "tiny", "input": "some text"},
+    "/api/embeddings": {"model": "tiny", "prompt": "some text"},
     "/api/show": {"model": "tiny"},
     "/tokenize": {"messages": HELLO["messages"]},
     "/detokenize": {"tokens": [5, 6, 7]},

@@ -43,7 +43,11 @@ def health(server: ServerProcess) -> dict[str, Any]:
 
 def test_the_startup_message_describes_the_model_and_shows_an_example(server: ServerProcess) -> None:
     found = re.search(f"{MODEL}: llama family, 134.5 M parameters, (.*)", server.output)
-    assert found is not None and found[1] in ("4- and 8-bit", "float32")  # float32 without a C compiler
+    assert found is not None and found[1] in (
+        "4- and 8-bit",
+        "4- and 8-bit, for prompts bfloat16 (AMX)",
+        "float32",  # without a C compiler
+    )
     assert "cpu, " in server.output and "KV cache of 32,768 tokens" in server.output
     assert f"curl {server.url}/v1/chat/completions" in server.output
 

@@ -58,7 +58,9 @@ tokens_per_minute = 300
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     path = tmp_path_factory.mktemp("config") / "paceline.toml"
     path.write_text(CONFIG)
-    with virtual("--config", str(path)) as server:
+    with virtual(
+        "--config", str(path), "--log-level", "info"
+    ) as server:  # JSON logs tell at this level that it is ready
         yield server
 
 
@@ -388,13 +390,14 @@ def test_a_flood_of_two_thousand_connections_is_served() -> None:
 
 
 def test_connections_beyond_the_limit_get_503_while_all_others_have_requests() -> None:
-    data = json.dumps(body([5], 30_000)).encode()
+    data = json.dumps({**body([5], 20_000), "stream": True}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(data), data)
-    with virtual("--max-connections", "20") as server:
+    with virtual("--max-connections", "20", "--virtual-slowdown", "12") as server:
         sockets = [connect(server) for _ in range(20)]
         for one in sockets:
             one.sendall(request)
-        wait_until(lambda: metric(server, "http_requests_in_progress") == 20)
+        for one in sockets:  # one whose request has not arrived yet would be idle, and closed for the next connection
+            assert one.recv(12) == b"HTTP/1.1 200"
         with connect(server) as extra:
             extra.sendall(request)
             assert b"too_many_connections" in closes(extra)

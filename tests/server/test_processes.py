@@ -294,7 +294,7 @@ def test_killing_a_child_repeatedly_keeps_its_exit_status(caplog: pytest.LogCapt
         decoder: LineDecoder[FromFrontEnd] = LineDecoder(FromFrontEnd)
         child = ChildProcess("unused", ModelSource(), decoder, print)
         child._process = process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", "-c", "input()", stdin=asyncio.subprocess.PIPE
+            sys.executable, "-S", "-c", "input()", stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
         while process.returncode is None:
             child.kill()

@@ -122,18 +122,18 @@ def test_a_server_with_json_logs_writes_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "message", "status"),
     [
-        (("/no/such/model",), "model is '/no/such/model', which does not exist"),
-        (("--executor", "virtual", "--tp", "64", "--replicas", "1", "--router", "random"), "router is 'random'"),
+        (("/no/such/model",), "model is '/no/such/model', which does not exist", 75),
+        (("--executor", "virtual", "--tp", "64", "--replicas", "1", "--router", "random"), "router is 'random'", 2),
     ],
 )
-def test_an_error_at_the_start_is_json_too(arguments: tuple[str, ...], message: str) -> None:
+def test_an_error_at_the_start_is_json_too(arguments: tuple[str, ...], message: str, status: int) -> None:
     command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
     environment = {**os.environ, "PACELINE_MAX_RUNNIN": "3"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     warning, error = (json.loads(line) for line in ended.stderr.splitlines())
-    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.returncode == status and ended.stdout == ""
     assert warning["level"] == "warning" and warning["message"].startswith("PACELINE_MAX_RUNNIN is set")
     assert error["level"] == "error" and message in error["message"]
 

@@ -526,6 +526,7 @@ def test_the_tool_template_is_used_when_tools_are_given(tmp_path: Path, in_files
 
 
 def test_folders_without_a_usable_tokenizer_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"has no tokenizer.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

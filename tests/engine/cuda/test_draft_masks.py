@@ -91,6 +91,7 @@ def test_a_pass_with_masks_has_three_stages() -> None:
     keys = record_graphs(device)
     with llm:
         llm.generate(PROMPTS[:2], [MASKED, FREE])
+        llm.engine.call(lambda _: list(iter(device.run_background_work, False))).result()
     stages = {key.stage for key in keys if key.drafts}
     assert stages >= {GraphStage.DRAFTS, GraphStage.LOGITS, GraphStage.TOKENS}
     found = {(key.stage, key.drafts > 0) for _, key in device.graphs._graphs}
