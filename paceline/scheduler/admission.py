@@ -37,8 +37,9 @@ from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
-# Requests that a step admits or retracts, a retraction counted twice: so much more of the host's time it takes. More
-# would delay the next token of all running requests, a few would leave passes with short prompts half empty.
+# Requests that a step admits or retracts. A retraction, and an admission that needs a forecast because memory is short,
+# count twice: so much more of the host's time they take. More would delay the next token of all running requests, a few
+# would leave passes with short prompts half empty.
 MAX_MOVES_PER_STEP = 32
 _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
 
@@ -110,7 +111,7 @@ class Admission:
         self._num_admitted = 0
         # Of the pass being planned
         self.chunks: dict[Request, Chunk] = {}
-        self._num_moves = 0  # requests admitted, and twice those retracted
+        self._num_moves = 0  # requests admitted and retracted in this step, counted once or twice
         self._budget = 0  # prompt tokens that it may still get
         self.token_cost = 0.0  # what a token without context takes of a budget that follows from a latency target
         self._room = 0  # of these, tokens that long prompts leave to short ones
@@ -640,7 +641,7 @@ class Admission:
 
     def _admit(self, request: Request, hit: Node, to_compute: int, now: Now) -> None:
         memory, counters = self._memory, self._journal.counters
-        self._num_moves += 1
+        self._num_moves += 1 if self._forecast is None else 2
         growth = self._expected_growth(request)
         own_tokens = self._own_tokens(request)
         self._service_time.predict(request, to_compute, growth)
