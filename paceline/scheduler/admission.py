@@ -37,9 +37,9 @@ from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
-# Requests that a step admits or retracts. A retraction, and an admission that needs a forecast because memory is short,
-# count twice: so much more of the host's time they take. More would delay the next token of all running requests, a few
-# would leave passes with short prompts half empty.
+# Requests that a step admits or retracts, a retraction counted twice: so much more of the host's time it takes. More
+# would delay the next token of all running requests, a few would leave passes with short prompts half empty, and half as
+# many where memory is short would lower hit rates (docs/log/scheduler.md).
 MAX_MOVES_PER_STEP = 32
 _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
 
@@ -85,9 +85,10 @@ class Admission:
         lengths: OutputLengths,
         service_time: ServiceTime,
         journal: Journal,
-        retract_for: Callable[[Request, Now], None],
+        retract_for: Callable[[Request, Now], int],
     ) -> None:
-        """`retract_for` may retract running requests of a lower rank to make space for a waiting one."""
+        """`retract_for` may retract running requests of a lower rank to make space for a waiting one. It returns the
+        pages that the waiting one lacks, if it retracts nothing and has counted them, else 0."""
         self._config = config
         self._memory = memory
         self._running = running
@@ -111,7 +112,7 @@ class Admission:
         self._num_admitted = 0
         # Of the pass being planned
         self.chunks: dict[Request, Chunk] = {}
-        self._num_moves = 0  # requests admitted and retracted in this step, counted once or twice
+        self._num_moves = 0  # requests admitted, and twice those retracted
         self._budget = 0  # prompt tokens that it may still get
         self.token_cost = 0.0  # what a token without context takes of a budget that follows from a latency target
         self._room = 0  # of these, tokens that long prompts leave to short ones
@@ -463,11 +464,14 @@ class Admission:
         hit, to_compute = self._match(request, now)
         if request is not self.reserved and not self._leaves_room(to_compute, share):
             return _ROOM_FOR_SHORT
+        missing = 0
         if self._may_retract:
-            self._retract_for(request, now)
+            missing = self._retract_for(request, now)
             hit, to_compute = self._match(request, now)  # the KV of a retracted request is cached
         if (lack := self._find_lack(request)) is not None:
             return lack
+        if missing:
+            return WaitReason("memory", num_missing_pages=missing)
         # Locking the prefix takes its pages out of the evictable count. So lock first and count afterwards: otherwise
         # they would be promised twice, as its prefix and as pages to evict.
         memory.lock_prefix(request, hit)
@@ -537,8 +541,10 @@ class Admission:
         if len(self._running) == len(leaving):
             return 0  # it fits alone, or it would have been refused
         limit = self._config.num_pages - self._config.pin_quota_pages
-        left = np.array([other.slot for other in leaving], np.int32)
-        promised = self._memory.num_promised_pages - int(self._full_pages(left).sum())
+        promised = self._memory.num_promised_pages
+        if leaving:
+            left = np.array([other.slot for other in leaving], np.int32)
+            promised -= int(self._full_pages(left).sum())
         if promised + self._memory.full_pages(request) <= limit:
             return 0  # everything fits at full length: no forecast is needed
         limit = self._config.num_pages - self._unused_pin_pages()
@@ -641,7 +647,7 @@ class Admission:
 
     def _admit(self, request: Request, hit: Node, to_compute: int, now: Now) -> None:
         memory, counters = self._memory, self._journal.counters
-        self._num_moves += 1 if self._forecast is None else 2
+        self._num_moves += 1
         growth = self._expected_growth(request)
         own_tokens = self._own_tokens(request)
         self._service_time.predict(request, to_compute, growth)

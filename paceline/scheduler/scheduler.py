@@ -570,9 +570,10 @@ class Scheduler:
         self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
-    def _retract_for(self, request: Request, now: Now) -> None:
+    def _retract_for(self, request: Request, now: Now) -> int:
         """Retracts running requests of background tenants for a waiting one of another tenant, or those of much lower
-        priority, if that lets it run. Prompts, too: none of them has a chunk in the pass being planned yet."""
+        priority, if that lets it run. Prompts, too: none of them has a chunk in the pass being planned yet. Returns the
+        pages that the request lacks, if nothing was retracted and they were counted, else 0."""
         admission, is_foreground = self.admission, not request.background
         gap = self.config.retract_gap if self.config.policy == "priority" else math.inf
         slots, rows = self.memory.slots, self.running.slots
@@ -580,16 +581,18 @@ class Scheduler:
         gives_way = (slots.priority[rows] <= request.priority - gap) & ~slots.is_protected[rows]
         gives_way = (is_background | gives_way) if is_foreground else (is_background & gives_way)
         if not gives_way.any() or not admission.can_move:
-            return
-        below = list(itertools.compress(self.running.requests, gives_way.tolist()))
+            return 0
         missing = admission.num_missing_without(request, [], now)
-        if missing and admission.num_missing_without(request, below, now):
-            return
+        if not missing:
+            return 0
+        below = list(itertools.compress(self.running.requests, gives_way.tolist()))
+        if admission.num_missing_without(request, below, now):
+            return missing
         in_order = victims(below, self.memory, for_foreground=is_foreground)
         while below and missing:
             if not admission.can_move:
                 admission.reserve(request, now)  # the next step retracts the others
-                return
+                break
             candidates = admission.retractable_for(request, below)
             if candidates is below:
                 victim = next(in_order, None)
@@ -603,6 +606,7 @@ class Scheduler:
             missing = max(0, missing - admission.num_pages_at_end(victim))
             self._retract(victim, now, beneficiary, for_foreground=is_foreground)
             missing = missing or admission.num_missing_without(request, [], now)
+        return 0
 
     # ------------------------------------------------------------------ commit
 
