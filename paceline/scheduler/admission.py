@@ -38,8 +38,8 @@ from paceline.scheduler.service_time import ServiceTime
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
 # Requests that a step admits or retracts, a retraction counted twice: so much more of the host's time it takes. More
-# would delay the next token of all running requests, a few would leave passes with short prompts half empty, and half as
-# many where memory is short would lower hit rates (docs/log/scheduler.md).
+# would delay the next token of all running requests, a few would leave passes with short prompts half empty, and half
+# as many where memory is short would lower hit rates (docs/log/scheduler.md).
 MAX_MOVES_PER_STEP = 32
 _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
 
