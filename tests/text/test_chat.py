@@ -245,10 +245,10 @@ def test_an_assistant_message_with_calls_needs_no_content() -> None:
     ],
 )
 def test_invalid_template_is_an_error_of_its_request(source: str, words: str) -> None:
-    start = time.monotonic()
+    start = time.thread_time()
     with pytest.raises(ChatTemplateError, match=words):
         ChatTemplate(source).render(MESSAGES)
-    assert time.monotonic() - start < 20
+    assert time.thread_time() - start < 20
 
 
 def test_variables_of_a_request_cannot_replace_the_limits() -> None:
