@@ -32,19 +32,32 @@ needs_compiler = pytest.mark.skipif(
 
 
 @cache
-def portable_library(lanes: int, signed: int, words: int, tiles: int = 0) -> native.NativeLibrary:
+def portable_library(
+    lanes: int, signed: int, words: int, tiles: int = 0, compiler: str | None = None
+) -> native.NativeLibrary:
     """`native.c` in plain C with the layouts of another CPU: the lanes of a vector, whether 8-bit weights are signed,
-    whether inputs are words, and whether there are tiles."""
+    whether inputs are words, and whether there are tiles. compiler: None is that of the library for this CPU."""
     names = {"LANES": lanes, "SIGNED": signed, "WORDS": words}
     flags = ["-DPACELINE_PORTABLE", *(f"-D{name}={value}" for name, value in names.items())]
     flags += ["-DPACELINE_TILES"] * tiles
-    flags += ["-O1", "-w", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off", "-fopenmp"]
+    flags += ["-O1", "-w", "-fPIC", "-shared", "-std=gnu11", "-ffp-contract=off"]
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "portable.so"
-        subprocess.run(["cc", *flags, str(native.SOURCE), "-lm", "-o", str(target)], check=True)
+        command = [compiler or native.c_compiler(), *flags, str(native.FOLDER / "native.c"), "-lm", "-o", str(target)]
+        subprocess.run(command, check=True)
         made = native.NativeLibrary(target)
     assert made.isa == "portable" and made.has_tiles == bool(tiles)
     return made
+
+
+def clang_library() -> native.NativeLibrary:
+    """The library for this CPU as clang compiles it, from the cache if it is there."""
+    if shutil.which("clang") is None:
+        pytest.skip("clang is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CC", "clang")
+        with native._compiled() as path:
+            return native.NativeLibrary(path)
 
 
 def library_with_tiles() -> native.NativeLibrary:

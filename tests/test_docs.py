@@ -186,7 +186,7 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 def test_every_source_file_named_in_the_docs_exists() -> None:
     """In backticks: a path below the repository or below paceline/, such as `scheduler/plan.py`."""
-    suffixes = "py|md|toml|json|service|svg|js"
+    suffixes = "py|c|h|md|toml|json|service|svg|js"
     for document in DOCS:
         if document.name == "CHANGELOG.md":
             continue  # it may name files that were moved

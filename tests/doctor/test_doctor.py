@@ -193,7 +193,7 @@ def test_the_kernels_of_quantised_weights_are_compiled_and_checked(
     try:
         found = only(software.check_cpu_kernels())
         assert found.status is Status.WARNING
-        assert found.text.endswith("expanded to float32, which is slower: there is no C compiler: install gcc")
+        assert found.text.endswith("expanded to float32, which is slower: there is no C compiler: install gcc or clang")
         assert "0.50 GiB fit on the CPU (float32)" in check(fetch_default())[-1].text
     finally:
         native_library.cache_clear()

@@ -24,7 +24,7 @@ from paceline.model.quantised import QuantisedTensor, quantise
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
-from tests.helpers import library_with_tiles, needs_compiler, retract_often
+from tests.helpers import clang_library, library_with_tiles, needs_compiler, portable_library, retract_often
 
 pytestmark = needs_compiler
 
@@ -99,6 +99,20 @@ def halves(*tensors: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("family", DENSE)
 def test_every_family_gives_the_logits_of_the_reference(family: str, bits: int) -> None:
     compare(*quantised(pair(family).reference.spec, weights_of(family), bits, library_with_tiles()))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "smollm"])
+def test_clang_gives_the_bits_of_the_other_compiler(family: str) -> None:
+    spec, weights = pair(family).reference.spec, weights_of(family)
+    pairs = [
+        (native_library(), clang_library()),
+        (portable_library(16, 0, 0, 1), portable_library(16, 0, 0, 1, "clang")),
+    ]
+    for are_prompts in (False, True):
+        for libraries in pairs:
+            found = [quantised(spec, weights, 4, library)[0] for library in libraries]
+            expected, other = (logits_in_chunks(model, are_prompts=are_prompts) for model in found)
+            assert torch.equal(other, expected)
 
 
 @cache

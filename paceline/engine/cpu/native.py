@@ -1,10 +1,10 @@
-"""Compiles `native.c` for this CPU, once, and loads it.
+"""Compiles `native/native.c` for this CPU, once, and loads it.
 
-The library is kept in the cache folder, under a name made of its source, the compiler and the CPU: machine code for one
-CPU may not run on another, and several machines may share the folder. Where it cannot be written, each process compiles
-its own copy. The library uses the thread pool of torch. Before it is used, its results are compared with the reference;
-a library that cannot be built or gives other results is reported, and weights are then expanded to floating point,
-which needs no compiler.
+The library is kept in the cache folder, under a name made of all files of `native/`, the compiler and the CPU: machine
+code for one CPU may not run on another, and several machines may share the folder. Where it cannot be written, each
+process compiles its own copy. The library uses the thread pool of torch, whatever compiler it is made with. Before it
+is used, its results are compared with the reference; a library that cannot be built or gives other results is reported,
+and weights are then expanded to floating point, which needs no compiler.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from torch import Tensor
 from paceline.model.fetch import cache_folder
 from paceline.model.quantised import GROUP, QuantisedTensor, quantise
 
-SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp")
+FOLDER = Path(__file__).with_suffix("")  # native.c and its headers
+_FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _COMPILE_S = 120
 _TOLERANCE = 1e-4  # of a result of magnitude 1: sums of float32 in another order
 log = logging.getLogger("paceline.engine")
@@ -144,7 +144,7 @@ class PackedMatrix:
 
 
 class NativeLibrary:
-    """The functions of `native.c`."""
+    """The functions of `native/native.c`."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -259,17 +259,24 @@ def _share_openmp() -> None:
     ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
+def c_compiler() -> str:
+    """CC, or what is installed: gcc first, whose code is a little faster than clang's (docs/log/cpu.md)."""
+    found = os.environ.get("CC") or next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
+    if found is None:
+        raise NativeError("there is no C compiler: install gcc or clang")
+    return found
+
+
 @contextmanager
 def _compiled() -> Iterator[Path]:
     """The path of the library, which is compiled if it is not in the cache."""
     if platform.system() != "Linux":
         raise NativeError(f"they are made for Linux, and this is {platform.system()}: use Linux")
-    compiler = os.environ.get("CC") or next((name for name in ("gcc", "cc", "clang") if shutil.which(name)), None)
-    if compiler is None:
-        raise NativeError("there is no C compiler: install gcc")
+    compiler = c_compiler()
     flags = (*_FLAGS, "-mcpu=native" if platform.machine() == "aarch64" else "-march=native")
+    sources = [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sorted(FOLDER.glob("*.[ch]"))]
     version = _run([compiler, "--version"])
-    key = hashlib.sha256("\0".join([SOURCE.read_text(encoding="utf-8"), version, *flags, _cpu()]).encode()).hexdigest()
+    key = hashlib.sha256("\0".join([*sources, version, *flags, _cpu()]).encode()).hexdigest()
     folder = cache_folder() / "cpu-kernels"
     target = folder / f"{key[:32]}.so"
     with ExitStack() as stack:
@@ -303,8 +310,8 @@ def _temporary_folder(cache: Path, error: OSError) -> tempfile.TemporaryDirector
 
 def _compile(compiler: str, flags: Sequence[str], folder: Path) -> Path:
     unlinked, linked = folder / "native.o", folder / "native.so"
-    _run([compiler, *flags, "-c", str(SOURCE), "-o", str(unlinked)])
-    _run([compiler, "-shared", str(unlinked), "-lm", "-o", str(linked)])  # without OpenMP: torch has it
+    _run([compiler, *flags, "-c", str(FOLDER / "native.c"), "-o", str(unlinked)])
+    _run([compiler, "-shared", str(unlinked), "-lm", "-o", str(linked)])  # without libgomp: torch has loaded it
     return linked
 
 
@@ -313,7 +320,8 @@ def _run(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_S)
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
-        said = (output.strip().splitlines() or ["no output"])[-1]
+        lines = output.strip().splitlines() or ["no output"]
+        said = next((line for line in lines if "error:" in line.lower()), lines[-1])  # clang counts errors at the end
         raise NativeError(f"{command[0]} failed ({said}): set CC to another compiler") from None
     return done.stdout
 

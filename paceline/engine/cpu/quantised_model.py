@@ -1,4 +1,4 @@
-"""A decoder with quantised weights on the CPU: one call of `native.c` computes all layers.
+"""A decoder with quantised weights on the CPU: one call of `native/native.c` computes all layers.
 
 The reference implementation is `model.decoder.Decoder` with the dequantised weights, whose inputs of matrices are
 rounded to 15 bits as here; a test compares the two.
@@ -48,7 +48,7 @@ class NativePass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeRows:
-    """The rows of a batch as `native.c` takes them: those of generated tokens first."""
+    """The rows of a batch as `native/native.c` takes them: those of generated tokens first."""
 
     starts: Index
     lengths: Index
@@ -76,7 +76,7 @@ class NativeRows:
 
 
 class NativeAttention:
-    """The attention backend of a quantised model: `native.c` computes it."""
+    """The attention backend of a quantised model: `native/native.c` computes it."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -91,7 +91,7 @@ def attention_for(decoder: DecoderModel, cache: KVCache) -> AttentionBackend[Inp
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativeAdapter(LoraWeights):
-    """An adapter with the table that `native.c` reads: [layers, ADAPTED_MATRICES]."""
+    """An adapter with the table that `native/native.c` reads: [layers, ADAPTED_MATRICES]."""
 
     table: Any
 

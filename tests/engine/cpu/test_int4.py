@@ -133,7 +133,7 @@ def test_4_bits_are_expanded_where_no_kernel_keeps_them(
     assert not caplog.text
 
     def fail() -> None:
-        raise NativeError("there is no C compiler: install gcc")
+        raise NativeError("there is no C compiler: install gcc or clang")
 
     with monkeypatch.context() as patch:
         patch.setattr(build, "native_library", fail)

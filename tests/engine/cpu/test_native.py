@@ -1,10 +1,11 @@
-"""`native.c` against its reference, and what happens where it cannot be compiled."""
+"""`native/native.c` against its reference, and what happens where it cannot be compiled."""
 
 from __future__ import annotations
 
 import ctypes
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from paceline.engine.cpu.native import (
     round_inputs,
 )
 from paceline.model.quantised import quantise
-from tests.helpers import library_with_tiles, needs_compiler, portable_library
+from tests.helpers import clang_library, library_with_tiles, needs_compiler, portable_library
 from tests.model.test_quantised import Q, write
 
 pytestmark = needs_compiler
@@ -35,15 +36,20 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(params=["this CPU", "4 1 0", "8 1 1", "16 0 0"])
+@pytest.fixture(params=["this CPU", "clang", "4 1 0", "8 1 1", "16 0 0"])
 def library(request: pytest.FixtureRequest) -> NativeLibrary:
-    """The library with the instructions of this CPU, and in plain C with the layouts of other CPUs."""
+    """The library with the instructions of this CPU, of the compiler that is found and of clang, and in plain C with
+    the layouts of other CPUs."""
+    if request.param == "clang":
+        return clang_library()
     return native_library() if request.param == "this CPU" else portable_library(*map(int, request.param.split()))
 
 
-@pytest.fixture
-def with_tiles() -> NativeLibrary:
-    return library_with_tiles()
+@pytest.fixture(params=["this CPU", "clang"])
+def with_tiles(request: pytest.FixtureRequest) -> NativeLibrary:
+    if request.param == "this CPU":
+        return library_with_tiles()
+    return library if (library := clang_library()).has_tiles else portable_library(16, 0, 0, 1, "clang")
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -156,7 +162,7 @@ def test_without_a_compiler_weights_are_expanded_and_the_log_says_so(
     with caplog.at_level(logging.WARNING, "paceline.engine"):
         config = build.choose_precision(build.EngineConfig(), "cpu", smollm2_path)
     assert (config.dtype, config.quantization) == ("float32", "none")
-    assert "there is no C compiler: install gcc" in caplog.text
+    assert "there is no C compiler: install gcc or clang" in caplog.text
 
 
 def test_without_a_compiler_quantization_that_was_asked_for_is_an_error(no_compiler: None, smollm2_path: Path) -> None:
@@ -205,6 +211,49 @@ def test_a_folder_that_machines_share_has_a_library_for_each_cpu(
         with native._compiled() as path:
             found.append(path)
     assert found[0] == found[2] != found[1] and {*found} == {*tmp_path.glob("cpu-kernels/*")}
+
+
+def test_a_change_of_any_file_or_of_the_compiler_compiles_it_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", lambda compiler, flags, folder: _touched(folder / "native.so"))
+    monkeypatch.setattr(native, "FOLDER", Path(shutil.copytree(native.FOLDER, tmp_path / "native")))
+    files = sorted(native.FOLDER.iterdir())
+    assert {path.suffix for path in files} == {".c", ".h"}
+
+    def path_of_library() -> Path:
+        with native._compiled() as path:
+            return path
+
+    found = [path_of_library()]
+    assert path_of_library() == found[0]
+    for path in files:
+        path.write_text(path.read_text() + "\n")
+        found.append(path_of_library())
+    monkeypatch.setattr(native, "_run", lambda command: "another version of the compiler")
+    found.append(path_of_library())
+    assert len({*found}) == len(files) + 2
+
+
+@pytest.mark.parametrize(
+    ("installed", "expected"), [({"gcc", "cc", "clang"}, "gcc"), ({"cc", "clang"}, "cc"), ({"clang"}, "clang")]
+)
+def test_gcc_is_taken_before_clang(installed: set[str], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(native.shutil, "which", lambda name: name if name in installed else None)
+    assert native.c_compiler() == expected
+    monkeypatch.setenv("CC", "clang")
+    assert native.c_compiler() == "clang"
+
+
+def test_the_error_of_a_compiler_is_reported_rather_than_how_many_there_are(tmp_path: Path) -> None:
+    (tmp_path / "cc").write_text("#!/bin/sh\necho \"native.c:1:10: fatal error: 'a.h' file not found\" >&2\n")
+    with (tmp_path / "cc").open("a") as script:
+        script.write("echo '1 error generated.' >&2\nexit 1\n")
+    (tmp_path / "cc").chmod(0o755)
+    with pytest.raises(NativeError, match=r"\(native.c:1:10: fatal error: 'a.h' file not found\)"):
+        native._run([str(tmp_path / "cc")])
 
 
 def _touched(path: Path) -> Path:
