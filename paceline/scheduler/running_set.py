@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -131,11 +131,14 @@ class RunningSet:
         if key not in self._decode_sharing:
             if len(self._decode_sharing) >= self._num_stages:
                 self._decode_sharing.clear()
-            self._decode_sharing[key] = self.sharing(requests, starts, step)
+            self._decode_sharing[key] = self.sharing(requests, rows, starts, step)
         return self._decode_sharing[key]
 
-    def sharing(self, requests: Iterable[Request], starts: Column, step: int) -> Sharing | None:
+    def sharing(self, requests: Sequence[Request], rows: Column, starts: Column, step: int) -> Sharing | None:
         """Of a batch with these rows. Its version is the step that found it, so it never repeats."""
         if not self._shared_reads:
             return None
-        return find_sharing(map(self._memory.locked_nodes.__getitem__, requests), starts, step)
+        slots, locked_nodes = self._memory.slots, self._memory.locked_nodes
+        # Where only one request has locked a prefix, nothing is shared. That is most rows, or all.
+        may_share = np.flatnonzero(slots.num_prefix_pages[rows] > slots.exclusive_pages[rows]).tolist()
+        return find_sharing([(row, locked_nodes[requests[row]]) for row in may_share], starts, step)
