@@ -476,9 +476,7 @@ class Scheduler:
         else:
             sharing = self.running.decode_sharing(requests, rows, starts, self.step)
         slots.last_step[rows] = self.step
-        for request in ending:
-            if request.phase is Phase.DECODING:
-                self.running.stop_decoding(request)
+        self.running.stop_decoding(*(request for request in ending if request.phase is Phase.DECODING))
         joins = self.admission.take_joins()
         for join in joins:
             self._limit_running_time(join.request_id)
