@@ -38,8 +38,8 @@ from paceline.scheduler.service_time import ServiceTime
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
 # Requests that a step admits or retracts, a retraction counted twice: so much more of the host's time it takes. More
-# would delay the next token of all running requests, a few would leave passes with short prompts half empty, and half as
-# many where memory is short would lower hit rates (docs/log/scheduler.md).
+# would delay the next token of all running requests, a few would leave passes with short prompts half empty, and half
+# as many where memory is short would lower hit rates (docs/log/scheduler.md).
 MAX_MOVES_PER_STEP = 32
 _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multiple cost as much as another tile
 
@@ -522,7 +522,9 @@ class Admission:
         if not self._has_adapter_slot(request, leaving):
             return _NO_ADAPTER_SLOT
         is_beside = self._is_beside(request)
-        if self._memory.slots.num_free + len(leaving.rows) <= is_beside:  # the last one is kept for the reserved request
+        if (
+            self._memory.slots.num_free + len(leaving.rows) <= is_beside
+        ):  # the last one is kept for the reserved request
             return _NO_SLOT
         if is_beside and self.reserved is not None:
             missing = self._memory.full_pages(request) - self._pages_beside(self.reserved, leaving)
@@ -552,7 +554,8 @@ class Admission:
         if not counts:
             return among
         adapter = min(counts, key=counts.__getitem__)
-        return among[np.array([name == adapter for name in adapters])]
+        first: Column = among[np.array([name == adapter for name in adapters])]
+        return first
 
     def _requests_in(self, rows: Column) -> list[Request]:
         found = map(self._memory.slots.requests.__getitem__, rows.tolist())

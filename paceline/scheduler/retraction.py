@@ -54,7 +54,7 @@ def choose_victim(rows: Column, memory: Memory, *, for_foreground: bool = False)
     return next(victims(rows, memory, for_foreground=for_foreground), None)
 
 
-def _order(rows: Column, memory: Memory) -> tuple[int, list[int]]:
+def _order(rows: Column, memory: Memory) -> tuple[int, Iterator[int]]:
     """The slot of the most senior candidate, and all of them in order."""
     slots, size = memory.slots, memory.page_size
     # Pages that become available when a request leaves: its private ones, and tree pages that only it has locked.
@@ -68,6 +68,15 @@ def _order(rows: Column, memory: Memory) -> tuple[int, list[int]]:
     computed = slots.computed[rows]
     tokens = np.minimum(computed, pages * size)
     cost = tokens * (1 + (computed - tokens / 2) / _COST_DEPTH) / pages
-    is_senior = np.arange(len(rows)) == senior
-    keys = (-seniority, cost, is_senior, slots.priority[rows], ~slots.is_background[rows])  # the last first
-    return int(rows[senior]), rows[np.lexsort(keys)].tolist()
+    keys = (-seniority, cost, np.arange(len(rows)) == senior)  # the last first
+
+    def ordered() -> Iterator[int]:
+        # Mostly a few are retracted: only those of the lowest priority are sorted, until they have left.
+        is_background, priority = slots.is_background[rows], slots.priority[rows]
+        for left in (np.flatnonzero(is_background), np.flatnonzero(~is_background)):
+            while len(left):
+                is_lowest = priority[left] == priority[left].min()
+                lowest, left = left[is_lowest], left[~is_lowest]
+                yield from rows[lowest[np.lexsort(tuple(key[lowest] for key in keys))]].tolist()
+
+    return int(rows[senior]), ordered()

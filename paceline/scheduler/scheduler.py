@@ -412,7 +412,9 @@ class Scheduler:
         while not memory.num_available_pages:
             waits = any(not one.background and memory.needs_page(one) for one in running.prefilling)
             rows = running.slots
-            victim = choose_victim(rows[memory.slots.is_background[rows]], memory, for_foreground=True) if waits else None
+            victim = (
+                choose_victim(rows[memory.slots.is_background[rows]], memory, for_foreground=True) if waits else None
+            )
             if victim is None:
                 return
             self._retract(victim, now, "a foreground prompt", for_foreground=True)

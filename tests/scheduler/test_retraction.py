@@ -89,7 +89,9 @@ def test_the_cheapest_to_recompute_is_retracted_first_and_the_most_senior_is_spa
     core.plan(0.0)
     running = {one.id: one for one in core.running.requests}
     assert choose_victim(slots_of(*running.values()), core.memory) is running["short"]
-    assert choose_victim(slots_of(running["senior"], running["long"], running["middle"]), core.memory) is running["middle"]
+    assert (
+        choose_victim(slots_of(running["senior"], running["long"], running["middle"]), core.memory) is running["middle"]
+    )
     assert choose_victim(slots_of(running["senior"]), core.memory) is running["senior"]
 
 
