@@ -34,7 +34,7 @@ class RunningSet:
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []  # admitted, prompt not fully planned; most senior first
         self.decodes_by_tenant: Counter[str] = Counter()
-        self._is_decoding: set[Request] = set()  # to search the list for one takes as long as planning its pass
+        self._decoding: set[Request] = set()  # to search the list for one takes as long as planning its pass
         self._decode_slots: Column | None = None
         self._slots: Column | None = None
         self._decode_sharing: dict[bytes, Sharing | None] = {}  # by slots of the batch
@@ -45,6 +45,9 @@ class RunningSet:
     @property
     def requests(self) -> list[Request]:
         return self.decoding + self.prefilling
+
+    def is_decoding(self, request: Request) -> bool:
+        return request in self._decoding
 
     # ------------------------------------------------------------------ changes
 
@@ -63,7 +66,7 @@ class RunningSet:
     def start_decoding(self, request: Request) -> None:
         request.enter(Phase.DECODING)
         self.decoding.append(request)
-        self._is_decoding.add(request)
+        self._decoding.add(request)
         self.decodes_by_tenant[request.tenant] += 1
         self._decode_slots = None
         self._decodes_changed()
@@ -79,12 +82,12 @@ class RunningSet:
             self._decode_slots = np.concatenate([rows[:at], rows[at + 1 :]])
         else:
             leaves = np.zeros(len(self._memory.slots.requests), np.bool_)
-            leaves[[request.slot for request in requests]] = True
+            leaves[np.array([request.slot for request in requests], np.int32)] = True
             stays = ~leaves[rows]
             self.decoding = list(compress(self.decoding, stays.tolist()))
             self._decode_slots = rows[stays]
         self._decode_slots.flags.writeable = False
-        self._is_decoding.difference_update(requests)
+        self._decoding.difference_update(requests)
         for request in requests:
             self.decodes_by_tenant[request.tenant] -= 1
             if not self.decodes_by_tenant[request.tenant]:
@@ -97,7 +100,7 @@ class RunningSet:
             self._memory.slots.is_prefill[request.slot] = False
             self.prefilling.remove(request)
             self._slots = None
-        elif request in self._is_decoding:
+        elif request in self._decoding:
             self.stop_decoding(request)
 
     def rows_remapped(self) -> None:
