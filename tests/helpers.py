@@ -166,6 +166,10 @@ def harness(*, overlap: bool = False, lazy: bool = False, vocab: int = 64, **opt
     return Harness(scheduler(**options), overlap=overlap, lazy=lazy, vocab=vocab)
 
 
+def slots_of(*requests: Request) -> np.ndarray:
+    return np.array([one.slot for one in requests], np.int32)
+
+
 def retract_often(scheduler: Scheduler, every: int, first: int = 0) -> None:
     """From now on, retracts a running request before every `every`-th plan, each time another one."""
     plan, count = scheduler.plan, itertools.count()

@@ -333,8 +333,8 @@ MUTANTS = [
     Mutant(
         "the slots of decoding requests are cached too long",
         "scheduler/running_set.py",
-        "            self._decode_slots = np.delete(self._decode_slots, at)\n",
-        "            self._decode_slots = self._decode_slots.copy()\n",
+        "            self._decode_slots = np.concatenate([rows[:at], rows[at + 1 :]])\n",
+        "            self._decode_slots = rows.copy()\n",
     ),
     Mutant(
         "the sharing of decoding requests is cached too long",
@@ -953,8 +953,8 @@ MUTANTS = [
     Mutant(
         "background requests are retracted like others",
         "scheduler/retraction.py",
-        "slots.priority[rows], ~slots.is_background[rows])",
-        "slots.priority[rows])",
+        "for left in (np.flatnonzero(is_background), np.flatnonzero(~is_background)):",
+        "for left in (np.arange(len(rows)),):",
         ("tests/scheduler/test_background.py",),
     ),
     Mutant(
@@ -1373,9 +1373,30 @@ MUTANTS = [
     Mutant(
         "victims are not ordered again when a retraction changes the pages of others",
         "scheduler/retraction.py",
-        "if victim is senior or tree.num_exclusive_pages != num_exclusive:",
+        "if row == senior or tree.num_exclusive_pages != num_exclusive:",
         "if False:",
         ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "requests that were added to a forecast are not counted until their peaks are computed",
+        "scheduler/memory_forecast.py",
+        "        self._highest += -(-(own + remaining) // self._page_size)\n",
+        "",
+        ("tests/scheduler/test_memory_forecast.py",),
+    ),
+    Mutant(
+        "the forecast of those that stay keeps the pages of those that leave",
+        "scheduler/memory_forecast.py",
+        "        for at in gone:\n",
+        "        for at in gone[1:]:\n",
+        ("tests/scheduler/test_memory_forecast.py",),
+    ),
+    Mutant(
+        "the column of exclusive pages is not updated",
+        "scheduler/prefix_tree.py",
+        "        if holder.slot is not None:\n            self.exclusive_pages[holder.slot]",
+        "        if False:\n            self.exclusive_pages[holder.slot]",
+        ("tests/scheduler/test_state_machine.py",),
     ),
 ]
 

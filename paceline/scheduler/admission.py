@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from paceline.scheduler.memory import Memory, token_key
 from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
-from paceline.scheduler.plan import Column, Join
+from paceline.scheduler.plan import NO_TOKENS, Column, Join
 from paceline.scheduler.policies import Policy
 from paceline.scheduler.retraction import is_protected
 from paceline.scheduler.running_set import RunningSet
@@ -70,6 +70,15 @@ class WaitReason:
     num_missing_pages: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaving:
+    """Running requests that might be retracted."""
+
+    rows: Column
+    num_full_pages: int = 0  # at full length, as if they shared nothing
+
+
+NOBODY = Leaving(NO_TOKENS)
 _NO_ADAPTER_SLOT = WaitReason("a slot for its adapter")
 _ROOM_FOR_SHORT = WaitReason("other long prompts to be prefilled")
 _NO_SLOT = WaitReason("a free slot")
@@ -126,7 +135,10 @@ class Admission:
         self._forecast_is_current = True
         self._pages_at_end: npt.NDArray[np.int64] = np.zeros(config.max_running, np.int64)  # by slot
         self._num_shared_pages = 0
-        self._num_pages_beside: int | None = None  # the reserved request; None: not counted yet
+        self._num_pages_beside: dict[Leaving, int] = {}  # the reserved request, by who leaves: as far as counted
+        self._forecasts_without: dict[Leaving, MemoryForecast] = {}  # derived from the forecast
+        # No running request that may be retracted has a lower one. None: not looked at yet.
+        self._lowest_priority: float | None = None
 
     # ------------------------------------------------------------------ the queue
 
@@ -163,7 +175,8 @@ class Admission:
         self.enqueue(request)
         self._memory.tree.skip(request)
         self._skipped.append(request)
-        self._num_pages_beside, self._forecast_is_current = None, False
+        self._num_pages_beside.clear()
+        self._forecast_is_current = False
         self._num_moves += 2
 
     @property
@@ -181,7 +194,10 @@ class Admission:
     def begin_step(self) -> None:
         self.chunks = {}
         self._num_moves = 0
-        self._forecast = self._num_pages_beside = None
+        self._forecast = None
+        self._num_pages_beside.clear()
+        self._forecasts_without.clear()
+        self._lowest_priority = None
         self._may_retract = self._find_may_retract(self._background_runs())
 
     def end_step(self) -> None:
@@ -388,10 +404,10 @@ class Admission:
         if self._outranks_reserved(request):
             self._reserved = request
             self._beside.clear()
-            self._num_pages_beside = None
+            self._num_pages_beside.clear()
             self._journal.write(now, EventKind.RESERVE, request.id)
 
-    def _pages_beside(self, reserved: Request, leaving: Sequence[Request]) -> int:
+    def _pages_beside(self, reserved: Request, leaving: Leaving) -> int:
         """Pages that others may take, at full length, while `reserved` waits, if `leaving` were gone.
 
         It starts at the latest when it and everything running fit at full length. Let running requests end in the order
@@ -400,22 +416,24 @@ class Admission:
         adds none to those it waits for, and each of these ends by its full length, so `reserved` starts: no later
         than it would for sure if no other request were admitted.
         """
-        if self._num_pages_beside is not None and not leaving:
-            return self._num_pages_beside
+        if leaving in self._num_pages_beside:
+            return self._num_pages_beside[leaving]
         memory, slots = self._memory, self._memory.slots
         self._beside = {request for request in self._beside if request.slot is not None}
-        counted = self._beside.union(leaving)
+        stays = np.ones(len(slots.requests), np.bool_)
+        stays[leaving.rows] = False
+        beside = np.array([request.slot for request in self._beside], np.int32)
         left = self._config.num_pages - self._config.pin_quota_pages - memory.full_pages(reserved)
-        left -= sum(map(memory.full_pages, self._beside.difference(leaving)))
-        rows = np.array([request.slot for request in self._running.requests if request not in counted], np.int32)
+        left -= int(self._full_pages(beside[stays[beside]]).sum())
+        stays[beside] = False
+        rows = self._running.slots
+        rows = rows[stays[rows]]
         rows = rows[np.argsort(-slots.remaining[rows], kind="stable")]
-        pages = np.cumsum(-(-slots.max_lengths[rows] // memory.page_size))
-        num_pages = left - int(pages[pages <= left].max(initial=0))
-        if not leaving:
-            self._num_pages_beside = num_pages
+        pages = np.cumsum(self._full_pages(rows))
+        num_pages = self._num_pages_beside[leaving] = left - int(pages[pages <= left].max(initial=0))
         return num_pages
 
-    def _has_adapter_slot(self, request: Request, leaving: Sequence[Request] = ()) -> bool:
+    def _has_adapter_slot(self, request: Request, leaving: Leaving = NOBODY) -> bool:
         """Whether the adapter of `request` is in a slot or could get one if `leaving` were gone, without delaying the
         reserved request.
 
@@ -426,7 +444,9 @@ class Admission:
         adapters, reserved = self._memory.adapters, self.reserved
         if not request.adapter:
             return True
-        users = adapters.num_users - Counter(one.adapter for one in leaving) if leaving else adapters.num_users
+        users = adapters.num_users
+        if len(leaving.rows):
+            users = users - Counter(one.adapter for one in self._requests_in(leaving.rows))
         num_available = adapters.num_slots - len(users)
         is_kept = (
             reserved is not None
@@ -441,12 +461,13 @@ class Admission:
             return True
         return num_available == 0 and request.adapter != self._draining_adapter(users, leaving)
 
-    def _draining_adapter(self, users: Iterable[str], leaving: Sequence[Request]) -> str:
+    def _draining_adapter(self, users: Iterable[str], leaving: Leaving) -> str:
         """The adapter, of those in use, whose running requests end first, if each runs to its full length."""
         slots, remaining = self._memory.slots, dict.fromkeys(sorted(users), 0)
-        for request in slots.requests:
-            if request is not None and request.adapter and request not in leaving:
-                remaining[request.adapter] = max(remaining[request.adapter], int(slots.remaining[request.slot]))
+        gone = set(leaving.rows.tolist())
+        for slot, request in enumerate(slots.requests):
+            if request is not None and request.adapter and slot not in gone:
+                remaining[request.adapter] = max(remaining[request.adapter], int(slots.remaining[slot]))
         return min(remaining, key=remaining.__getitem__)
 
     # ------------------------------------------------------------------ one request
@@ -481,7 +502,7 @@ class Admission:
             return WaitReason("memory", num_missing_pages=missing)
         if self._is_beside(request):
             self._beside.add(request)
-        self._num_pages_beside = None
+        self._num_pages_beside.clear()
         self._admit(request, hit, to_compute, now)
         return None
 
@@ -496,12 +517,14 @@ class Admission:
         """Whether memory and a slot are kept for another request, which `request` must not delay."""
         return self.reserved not in (None, request) and not self._outranks_reserved(request)
 
-    def _find_lack(self, request: Request, leaving: Sequence[Request] = ()) -> WaitReason | None:
+    def _find_lack(self, request: Request, leaving: Leaving = NOBODY) -> WaitReason | None:
         """What a waiting request would lack if `leaving` were gone, besides memory that running requests will need."""
         if not self._has_adapter_slot(request, leaving):
             return _NO_ADAPTER_SLOT
         is_beside = self._is_beside(request)
-        if self._memory.slots.num_free + len(leaving) <= is_beside:  # the last one is kept for the reserved request
+        if (
+            self._memory.slots.num_free + len(leaving.rows) <= is_beside
+        ):  # the last one is kept for the reserved request
             return _NO_SLOT
         if is_beside and self.reserved is not None:
             missing = self._memory.full_pages(request) - self._pages_beside(self.reserved, leaving)
@@ -509,19 +532,36 @@ class Admission:
                 return WaitReason("memory", num_missing_pages=missing)
         return None
 
-    def retractable_for(self, request: Request, among: list[Request]) -> list[Request]:
-        """Those of `among` to retract first for `request`. If its adapter has no slot: the users of another adapter
+    def may_give_way(self, priority: float) -> bool:
+        """Whether running requests up to this priority may have to give way. False: there is none for certain."""
+        if self._lowest_priority is None:
+            slots, rows = self._memory.slots, self._running.slots
+            self._lowest_priority = float(slots.priority[rows[~slots.is_protected[rows]]].min(initial=2**62))
+        return self._lowest_priority <= priority
+
+    def leaving(self, rows: Column) -> Leaving:
+        """The running requests in these slots, should they be retracted."""
+        return Leaving(rows, int(self._full_pages(rows).sum()))
+
+    def retractable_for(self, request: Request, among: Column) -> Column:
+        """The slots of `among` to retract first for `request`. If its adapter has no slot: the users of another adapter
         that only they use, of the one with the fewest."""
         if self._has_adapter_slot(request):
             return among
-        counts = Counter(one.adapter for one in among if one.adapter != request.adapter)
+        adapters = [one.adapter for one in self._requests_in(among)]
+        counts = Counter(name for name in adapters if name != request.adapter)
         counts = Counter({name: n for name, n in counts.items() if n == self._memory.adapters.num_users[name]})
         if not counts:
             return among
         adapter = min(counts, key=counts.__getitem__)
-        return [one for one in among if one.adapter == adapter]
+        first: Column = among[np.array([name == adapter for name in adapters])]
+        return first
 
-    def num_missing_without(self, request: Request, leaving: list[Request], now: Now) -> int:
+    def _requests_in(self, rows: Column) -> list[Request]:
+        found = map(self._memory.slots.requests.__getitem__, rows.tolist())
+        return [request for request in found if request is not None]
+
+    def num_missing_without(self, request: Request, leaving: Leaving, now: Now) -> int:
         """Pages that a waiting request would lack if `leaving` were gone; 1 if it would lack a slot, or one for its
         adapter, or memory beside a reserved request."""
         memory = self._memory
@@ -536,22 +576,17 @@ class Admission:
         """Pages of a running request when it ends, as the last forecast has it: retracting it gives no more."""
         return int(self._pages_at_end[request.slot])
 
-    def _missing_pages(self, request: Request, leaving: Sequence[Request] = ()) -> int:
+    def _missing_pages(self, request: Request, leaving: Leaving = NOBODY) -> int:
         """Number of pages that `request`, whose prefix is locked, lacks beside everything running."""
-        if len(self._running) == len(leaving):
+        if len(self._running) == len(leaving.rows):
             return 0  # it fits alone, or it would have been refused
         limit = self._config.num_pages - self._config.pin_quota_pages
-        promised = self._memory.num_promised_pages
-        if leaving:
-            left = np.array([other.slot for other in leaving], np.int32)
-            promised -= int(self._full_pages(left).sum())
+        promised = self._memory.num_promised_pages - leaving.num_full_pages
         if promised + self._memory.full_pages(request) <= limit:
             return 0  # everything fits at full length: no forecast is needed
         limit = self._config.num_pages - self._unused_pin_pages()
-        rows = self._running.slots
-        if leaving:
-            rows = rows[~np.isin(rows, left)]
         if is_protected(request):
+            rows = self._staying(leaving)
             protected = rows[self._memory.slots.is_protected[rows]]
             full_pages = self._memory.full_pages(request) + int(self._full_pages(protected).sum())
             own_pages = self._worst_case_pages(request) + self._worst_case_pages_of(protected)
@@ -565,17 +600,29 @@ class Admission:
         if forecast is None:
             forecast = self._forecast = self._make_forecast(self._running.slots)
             self._num_shared_pages = self._count_shared_pages()
-        if leaving:
-            missing = self._num_shared_pages + forecast.among(rows).peak_with(own, growth) - limit
-            return missing - self._count_left_pages(leaving)
-        missing = self._num_shared_pages + forecast.peak_with(own, growth) - limit
+        if len(leaving.rows):
+            without = self._forecasts_without.get(leaving)
+            if without is None:
+                without = self._forecasts_without[leaving] = forecast.among(self._staying(leaving))
+            return without.missing_with(own, growth, limit - self._num_shared_pages + self._count_left_pages(leaving))
+        missing = forecast.missing_with(own, growth, limit - self._num_shared_pages)
         # Fitting by forecast is not enough: its first page must be available now.
         return missing if missing > 0 else 1 - self._memory.num_available_pages
+
+    def _staying(self, leaving: Leaving) -> Column:
+        """Slots of the running requests without those that leave."""
+        rows = self._running.slots
+        if not len(leaving.rows):
+            return rows
+        stays = np.ones(len(self._memory.slots.requests), np.bool_)
+        stays[leaving.rows] = False
+        return rows[stays[rows]]
 
     def _update_forecast(self) -> MemoryForecast | None:
         """The forecast of this step, if there is one, without requests that were retracted since."""
         if self._forecast is not None and not self._forecast_is_current:
             self._forecast = self._forecast.among(self._running.slots)
+            self._forecasts_without.clear()
             self._num_shared_pages = self._count_shared_pages()
         self._forecast_is_current = True
         return self._forecast
@@ -584,10 +631,11 @@ class Admission:
         """Locked pages that no single request accounts for: counted once, however many requests share them."""
         return self._memory.tree.num_locked_pages - self._memory.tree.num_exclusive_pages
 
-    def _count_left_pages(self, leaving: Sequence[Request]) -> int:
+    def _count_left_pages(self, leaving: Leaving) -> int:
         """Of the pages that no single request accounts for, those that only `leaving` hold."""
+        slots, rows = self._memory.slots, leaving.rows
         holders: Counter[Node] = Counter()
-        for request in leaving:
+        for request in self._requests_in(rows[slots.num_prefix_pages[rows] > slots.exclusive_pages[rows]]):
             node: Node | None = self._memory.locked_nodes[request]
             while node is not None:
                 holders[node] += 1
@@ -626,14 +674,14 @@ class Admission:
     def _worst_case_pages_of(self, rows: Column) -> int:
         """Pages that only one of these rows holds, if all run to their full length."""
         slots = self._memory.slots
-        own = self._full_pages(rows) - slots.num_prefix_pages[rows] + slots.exclusive_pages(rows)
+        own = self._full_pages(rows) - slots.num_prefix_pages[rows] + slots.exclusive_pages[rows]
         return int(own.sum())
 
     def _make_forecast(self, rows: Column) -> MemoryForecast:
         """The predicted peak of these rows. In columns: it is needed in every step that could admit."""
         slots, size = self._memory.slots, self._memory.page_size
         known = np.maximum(slots.computed[rows] + slots.ahead[rows], slots.prompt_tokens[rows])
-        own = known + (slots.exclusive_pages(rows) - slots.num_prefix_pages[rows]) * size
+        own = known + (slots.exclusive_pages[rows] - slots.num_prefix_pages[rows]) * size
         max_remaining = slots.remaining[rows].astype(np.int64)
         generated = slots.max_outputs[rows] - max_remaining
         given = slots.expected[rows]
@@ -657,6 +705,7 @@ class Admission:
         slot = memory.start_row(request)
         if forecast is not None:
             forecast.add(slot, own_tokens, growth)
+            self._forecasts_without.clear()
         self._pages_at_end[slot] = memory.pages_for(request.num_tokens + growth)
         adapter_slot = memory.adapters.acquire(request.adapter) if request.adapter else None
         memory.slots.max_outputs[slot] = request.max_tokens
@@ -667,6 +716,8 @@ class Admission:
         memory.slots.is_protected[slot] = is_protected(request)
         memory.slots.runs_full_length[slot] = request.ends_by_length or is_protected(request)
         memory.slots.priority[slot] = request.priority
+        if self._lowest_priority is not None:
+            self._lowest_priority = min(self._lowest_priority, request.priority)
         memory.slots.is_background[slot] = request.background
         if not request.was_admitted:
             self._num_admitted += 1

@@ -17,7 +17,7 @@ from paceline.scheduler.eviction import is_evictable_leaf
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import TOKEN_BYTES
-from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, MAX_RETRACTIONS
+from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, MAX_RETRACTIONS, is_protected
 from paceline.scheduler.running_set import RunningSet
 
 
@@ -111,6 +111,13 @@ def _running(state: SchedulerState) -> list[str]:
     for request in running.requests:
         if request.slot is None or slots.requests[request.slot] is not request:
             faults.append(f"request {request.id} runs without a slot")
+            continue
+        if slots.exclusive_pages[request.slot] != request.exclusive_pages:
+            faults.append(f"the column has another number of exclusive pages than request {request.id}")
+        if slots.is_protected[request.slot] != is_protected(request):
+            faults.append(f"the column says otherwise than request {request.id} whether it is protected")
+        if slots.is_prefill[request.slot] == running.is_decoding(request):
+            faults.append(f"request {request.id} prefills and decodes, or neither")
     if running.decode_slots.tolist() != [request.slot for request in running.decoding]:
         faults.append("the cached slots of decoding requests are out of date")
     if running.decodes_by_tenant != Counter(request.tenant for request in running.decoding):

@@ -55,6 +55,7 @@ class Memory:
         self.tree.has_frontier = config.policy == "lpm"
         longest = min(config.context_tokens + config.draft_tokens, config.num_pages * config.page_size)
         self.slots = Slots(config.max_running, self.pages_for(longest), config.page_size)
+        self.tree.exclusive_pages = self.slots.exclusive_pages
         self.adapters = AdapterSlots(config.adapter_slots)
         self.pins: dict[str, Pin] = {}
         # The deepest node that each running request has locked; its private pages begin below.

@@ -27,6 +27,7 @@ _PRIOR_SCALE = 600.0
 _GRID: Floats = np.concatenate([np.arange(64), np.geomspace(64, 1e8, 240)])
 _GRID_LENGTHS: list[float] = _GRID.tolist()
 _PRIOR_LONGER: Floats = (1.0 + _GRID / _PRIOR_SCALE) ** -3
+_MANY = 8  # changes of a forecast: more at once, and it is computed afresh
 _PRIOR_TOKENS: Floats = _PRIOR_SCALE / 2 * (1.0 - (1.0 + _GRID / _PRIOR_SCALE) ** -2)
 
 
@@ -109,9 +110,22 @@ class MemoryForecast:
 
     def among(self, rows: Rows) -> MemoryForecast:
         """The forecast of those of its rows that are in `rows`: the others have left."""
-        is_left = np.isin(self._rows, rows)
+        self._insert_pending()
+        is_row = np.zeros(1 + max(self._rows.max(initial=0), rows.max(initial=0)), np.bool_)
+        is_row[rows] = True
+        stays = is_row[self._rows]
+        gone = np.flatnonzero(~stays).tolist()
+        own, remaining = self._own[stays], self._remaining[stays]
         forecast = MemoryForecast.__new__(MemoryForecast)
-        forecast._set(self._page_size, self._rows[is_left], self._own[is_left], self._remaining[is_left])
+        if len(gone) > _MANY:
+            forecast._set(self._page_size, self._rows[stays], own, remaining)
+            return forecast
+        peaks = self._peaks.copy()
+        for at in gone:
+            peaks[at + 1 :] -= (self._remaining[at + 1 :] + (self._own[at] + self._page_size - 1)) // self._page_size
+        forecast._page_size = self._page_size
+        forecast._rows, forecast._own, forecast._remaining = self._rows[stays], own, remaining
+        forecast._peaks_changed(peaks[stays])
         return forecast
 
     def _set(self, size: int, rows: Rows, own: Ints, remaining: Ints) -> None:
@@ -125,23 +139,55 @@ class MemoryForecast:
         at_most = is_at_most.cumsum(axis=1, dtype=np.int32)  # [x, i]: how many of the first i have a remainder <= x
         pages, rest = remaining // size, remaining % size
         overflowing = np.where(rest > 0, ranks - at_most[size - np.maximum(rest, 1), ranks - 1], -at_most[0])
-        self._peaks = np.cumsum(self._own // size) + ranks * (pages + 1) + overflowing
+        self._peaks_changed(np.cumsum(self._own // size) + ranks * (pages + 1) + overflowing)
+
+    def _peaks_changed(self, peaks: Ints) -> None:
+        """Nothing that follows from the peaks before is valid any more."""
+        self._peaks = peaks
+        self._highest = int(peaks.max(initial=0))
+        self._pending: list[tuple[int, int, int]] = []  # rows that were added and are not in the columns yet
         # Candidates of one step often have the same lengths, and an admitted one was a candidate before.
         self._insertions: dict[tuple[int, int], _Insertion] = {}
 
     def peak_with(self, own: int, remaining: int) -> int:
         """The peak if a request with that many own and expected tokens were admitted."""
+        self._insert_pending()
         return self._insertion(own, remaining).peak
+
+    def missing_with(self, own: int, remaining: int, limit: int) -> int:
+        """By how many pages the peak with such a request would be above `limit`; 0 if it would not."""
+        # No peak rises by more than all pages of the request: before it ends, the others hold no more than when the
+        # next one of them ends. While that fits, the peaks need not be computed.
+        pages = -(-(own + remaining) // self._page_size)
+        if self._highest + pages <= limit:
+            return 0
+        self._insert_pending()
+        return 0 if self._highest + pages <= limit else max(0, self._insertion(own, remaining).peak - limit)
 
     def add(self, row: int, own: int, remaining: int) -> None:
         """A request was admitted."""
-        insertion = self._insertion(own, remaining)
-        position = insertion.position
-        self._rows = np.concatenate([self._rows[:position], np.array([row], np.int32), self._rows[position:]])
-        self._own = _inserted(self._own, position, own)
-        self._remaining = _inserted(self._remaining, position, remaining)
-        self._peaks = np.concatenate([self._peaks[:position], [insertion.at_its_end], insertion.later])
-        self._insertions.clear()
+        self._pending.append((row, own, remaining))
+        self._highest += -(-(own + remaining) // self._page_size)
+        if (own, remaining) in self._insertions:
+            self._insert_pending()
+
+    def _insert_pending(self) -> None:
+        """Computes the peaks with the requests that were added."""
+        added = self._pending
+        if len(added) > _MANY:
+            columns = np.array(added, np.int64).T
+            rows = np.concatenate([self._rows, columns[0].astype(np.int32)])
+            own, remaining = np.concatenate([self._own, columns[1]]), np.concatenate([self._remaining, columns[2]])
+            order = np.argsort(-remaining, kind="stable")
+            self._set(self._page_size, rows[order], own[order], remaining[order])
+            return
+        for row, own, remaining in added:
+            insertion = self._insertion(own, remaining)
+            position = insertion.position
+            self._rows = np.concatenate([self._rows[:position], np.array([row], np.int32), self._rows[position:]])
+            self._own = _inserted(self._own, position, own)
+            self._remaining = _inserted(self._remaining, position, remaining)
+            self._peaks_changed(np.concatenate([self._peaks[:position], [insertion.at_its_end], insertion.later]))
 
     def _insertion(self, own: int, remaining: int) -> _Insertion:
         insertion = self._insertions.get((own, remaining))

@@ -23,6 +23,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.request import Request
 from paceline.scheduler.eviction import EvictableLeaves
@@ -55,6 +56,7 @@ class PrefixTree:
         self.num_pages = 0  # resident, locked or not
         self.num_locked_pages = 0
         self.num_exclusive_pages = 0  # of these, counted in `exclusive_pages` of the request that alone has locked them
+        self.exclusive_pages: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # by slot: the column of `Slots`
         self.waiting_nodes: dict[Request, Node] = {}  # where the path of each waiting request ends
         self.has_frontier = True  # only `LongestPrefixPolicy` reads it
         self.frontier: list[tuple[int, int, Node]] = []  # heap by depth of resident nodes that may have waiters
@@ -269,13 +271,11 @@ class PrefixTree:
                 self.num_locked_pages += len(current.pages)
                 current.holder = holder
                 if holder is not None:
-                    holder.exclusive_pages += len(current.pages)
-                    self.num_exclusive_pages += len(current.pages)
+                    self._count_exclusive(holder, len(current.pages))
             elif current.holder is not None:
                 # When later only one holder is left, it is not looked up: the pages count as shared until they
                 # are unlocked, which is the conservative side.
-                current.holder.exclusive_pages -= len(current.pages)
-                self.num_exclusive_pages -= len(current.pages)
+                self._count_exclusive(current.holder, -len(current.pages))
                 current.holder = None
             if holder is not None and holder.priority > current.priority:
                 current.priority = holder.priority
@@ -294,8 +294,7 @@ class PrefixTree:
             if current.locks == 0:
                 self.num_locked_pages -= len(current.pages)
                 if current.holder is not None:
-                    current.holder.exclusive_pages -= len(current.pages)
-                    self.num_exclusive_pages -= len(current.pages)
+                    self._count_exclusive(current.holder, -len(current.pages))
                     current.holder = None
                 self.leaves.update_value(current)
                 self.leaves.push(current)
@@ -303,6 +302,12 @@ class PrefixTree:
             if current.locks == 0 and not current.pages.size:
                 self.prune(current)
             current = parent
+
+    def _count_exclusive(self, holder: Request, count: int) -> None:
+        holder.exclusive_pages += count
+        self.num_exclusive_pages += count
+        if holder.slot is not None:
+            self.exclusive_pages[holder.slot] = holder.exclusive_pages
 
     def match_child(self, node: Node, key: bytes, end: int, step: int) -> Node | None:
         """The child that continues `key` below `node` and is readable by pass `step`, split to end at token `end` or

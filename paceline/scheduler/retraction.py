@@ -9,13 +9,13 @@ another. A background request is not protected from foreground requests, and its
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import compress
+from collections.abc import Iterator
 
 import numpy as np
 
 from paceline.request import Request
 from paceline.scheduler.memory import Memory
+from paceline.scheduler.plan import Column
 
 MAX_RETRACTIONS = 2
 MAX_RECOMPUTATIONS = 2  # not counted as retractions: KV that a request had read may contain NaN (Scheduler._fail)
@@ -26,45 +26,57 @@ def is_protected(request: Request) -> bool:
     return request.retractions >= MAX_RETRACTIONS
 
 
-def victims(running: Iterable[Request], memory: Memory, *, for_foreground: bool = False) -> Iterator[Request]:
-    """These requests in the order in which they are retracted, without those that are protected. Retract each before
-    the next is asked for; others may be retracted in between, none may start."""
-    tree = memory.tree
-    requests = [request for request in running if not is_protected(request) or (for_foreground and request.background)]
-    while requests := [request for request in requests if request.slot is not None]:
+def victims(rows: Column, memory: Memory, *, for_foreground: bool = False) -> Iterator[Request]:
+    """The requests in these slots in the order in which they are retracted, without those that are protected. Retract
+    each before the next is asked for; others may be retracted in between, none may start."""
+    tree, slots = memory.tree, memory.slots
+    may_leave = ~slots.is_protected[rows]
+    if for_foreground:
+        may_leave |= slots.is_background[rows]
+    rows = rows[may_leave]
+    while len(rows):
         # One order for all, until a retraction changes more than what it takes away: step by step it would cost as
         # much as planning the pass does.
-        senior, ordered = _order(requests, memory)
-        for victim in ordered:
-            if victim.slot is None:
+        senior, ordered = _order(rows, memory)
+        for row in ordered:
+            victim = slots.requests[row]
+            if victim is None:
                 continue
             num_exclusive = tree.num_exclusive_pages - victim.exclusive_pages
             yield victim
-            if victim is senior or tree.num_exclusive_pages != num_exclusive:
+            if row == senior or tree.num_exclusive_pages != num_exclusive:
                 break
+        rows = np.array([row for row in rows.tolist() if slots.requests[row] is not None], np.int32)
 
 
-def choose_victim(running: Iterable[Request], memory: Memory, *, for_foreground: bool = False) -> Request | None:
+def choose_victim(rows: Column, memory: Memory, *, for_foreground: bool = False) -> Request | None:
     """The request to retract, or None if all are protected."""
-    return next(victims(running, memory, for_foreground=for_foreground), None)
+    return next(victims(rows, memory, for_foreground=for_foreground), None)
 
 
-def _order(requests: list[Request], memory: Memory) -> tuple[Request, list[Request]]:
-    """The most senior candidate, and all of them in order."""
+def _order(rows: Column, memory: Memory) -> tuple[int, Iterator[int]]:
+    """The slot of the most senior candidate, and all of them in order."""
     slots, size = memory.slots, memory.page_size
-    rows = np.array([request.slot for request in requests], np.int32)
     # Pages that become available when a request leaves: its private ones, and tree pages that only it has locked.
-    own_pages = slots.num_pages[rows] - slots.num_prefix_pages[rows]
-    own_pages = own_pages + np.array([request.exclusive_pages for request in requests])
+    own_pages = slots.num_pages[rows] - slots.num_prefix_pages[rows] + slots.exclusive_pages[rows]
     # Retracting one of several requests that share all their pages frees none, but retracting the last of them does.
     if (own_pages > 0).any():
-        requests = list(compress(requests, own_pages > 0))
         rows, own_pages = rows[own_pages > 0], own_pages[own_pages > 0]
-    senior = int(slots.seniority[rows].argmin())
+    seniority = slots.seniority[rows]
+    senior = int(seniority.argmin())
     pages = np.maximum(own_pages, 1)
     computed = slots.computed[rows]
     tokens = np.minimum(computed, pages * size)
     cost = tokens * (1 + (computed - tokens / 2) / _COST_DEPTH) / pages
-    is_senior = np.arange(len(rows)) == senior
-    keys = (-slots.seniority[rows], cost, is_senior, slots.priority[rows], ~slots.is_background[rows])  # the last first
-    return requests[senior], [requests[at] for at in np.lexsort(keys).tolist()]
+    keys = (-seniority, cost, np.arange(len(rows)) == senior)  # the last first
+
+    def ordered() -> Iterator[int]:
+        # Mostly a few are retracted: only those of the lowest priority are sorted, until they have left.
+        is_background, priority = slots.is_background[rows], slots.priority[rows]
+        for left in (np.flatnonzero(is_background), np.flatnonzero(~is_background)):
+            while len(left):
+                is_lowest = priority[left] == priority[left].min()
+                lowest, left = left[is_lowest], left[~is_lowest]
+                yield from rows[lowest[np.lexsort(tuple(key[lowest] for key in keys))]].tolist()
+
+    return int(rows[senior]), ordered()

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import compress
 
 import numpy as np
 
@@ -33,6 +34,7 @@ class RunningSet:
         self.decoding: list[Request] = []
         self.prefilling: list[Request] = []  # admitted, prompt not fully planned; most senior first
         self.decodes_by_tenant: Counter[str] = Counter()
+        self._decoding: set[Request] = set()  # to search the list for one takes as long as planning its pass
         self._decode_slots: Column | None = None
         self._slots: Column | None = None
         self._decode_sharing: dict[bytes, Sharing | None] = {}  # by slots of the batch
@@ -43,6 +45,9 @@ class RunningSet:
     @property
     def requests(self) -> list[Request]:
         return self.decoding + self.prefilling
+
+    def is_decoding(self, request: Request) -> bool:
+        return request in self._decoding
 
     # ------------------------------------------------------------------ changes
 
@@ -61,27 +66,41 @@ class RunningSet:
     def start_decoding(self, request: Request) -> None:
         request.enter(Phase.DECODING)
         self.decoding.append(request)
+        self._decoding.add(request)
         self.decodes_by_tenant[request.tenant] += 1
         self._decode_slots = None
         self._decodes_changed()
 
-    def stop_decoding(self, request: Request) -> None:
-        at = self.decoding.index(request)
-        del self.decoding[at]
-        if self._decode_slots is not None:  # a step may retract dozens
-            self._decode_slots = np.delete(self._decode_slots, at)
-            self._decode_slots.flags.writeable = False
-        self.decodes_by_tenant[request.tenant] -= 1
-        if not self.decodes_by_tenant[request.tenant]:
-            del self.decodes_by_tenant[request.tenant]
+    def stop_decoding(self, *requests: Request) -> None:
+        """These requests, which have slots, are no decode rows any more."""
+        if not requests:
+            return
+        rows = self.decode_slots
+        if len(requests) == 1:
+            at = int((rows == requests[0].slot).argmax())
+            del self.decoding[at]
+            self._decode_slots = np.concatenate([rows[:at], rows[at + 1 :]])
+        else:
+            leaves = np.zeros(len(self._memory.slots.requests), np.bool_)
+            leaves[np.array([request.slot for request in requests], np.int32)] = True
+            stays = ~leaves[rows]
+            self.decoding = list(compress(self.decoding, stays.tolist()))
+            self._decode_slots = rows[stays]
+        self._decode_slots.flags.writeable = False
+        self._decoding.difference_update(requests)
+        for request in requests:
+            self.decodes_by_tenant[request.tenant] -= 1
+            if not self.decodes_by_tenant[request.tenant]:
+                del self.decodes_by_tenant[request.tenant]
         self._decodes_changed()
 
     def discard(self, request: Request) -> None:
         """Removes a request if it is here: one that ends with a pass in flight has left already."""
-        if request in self.prefilling:
+        if self._memory.slots.is_prefill[request.slot]:
+            self._memory.slots.is_prefill[request.slot] = False
             self.prefilling.remove(request)
             self._slots = None
-        elif request in self.decoding:
+        elif request in self._decoding:
             self.stop_decoding(request)
 
     def rows_remapped(self) -> None:
@@ -131,11 +150,14 @@ class RunningSet:
         if key not in self._decode_sharing:
             if len(self._decode_sharing) >= self._num_stages:
                 self._decode_sharing.clear()
-            self._decode_sharing[key] = self.sharing(requests, starts, step)
+            self._decode_sharing[key] = self.sharing(requests, rows, starts, step)
         return self._decode_sharing[key]
 
-    def sharing(self, requests: Iterable[Request], starts: Column, step: int) -> Sharing | None:
+    def sharing(self, requests: Sequence[Request], rows: Column, starts: Column, step: int) -> Sharing | None:
         """Of a batch with these rows. Its version is the step that found it, so it never repeats."""
         if not self._shared_reads:
             return None
-        return find_sharing(map(self._memory.locked_nodes.__getitem__, requests), starts, step)
+        slots, locked_nodes = self._memory.slots, self._memory.locked_nodes
+        # Where only one request has locked a prefix, nothing is shared. That is most rows, or all.
+        may_share = np.flatnonzero(slots.num_prefix_pages[rows] > slots.exclusive_pages[rows]).tolist()
+        return find_sharing([(row, locked_nodes[requests[row]]) for row in may_share], starts, step)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
 from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
-from paceline.scheduler.admission import MIN_CHUNK_TOKENS, Admission
+from paceline.scheduler.admission import MIN_CHUNK_TOKENS, NOBODY, Admission, Leaving
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.explain import explain
 from paceline.scheduler.host_tier import Reservation
@@ -124,6 +124,8 @@ class Scheduler:
             self._retract_for,
         )
         self._queue_limits = QueueLimits(self.config, self.admission)
+        self._below_of: Column = NO_TOKENS  # the running requests, when `_below` was last asked
+        self._below_by_rank: dict[tuple[bool, int], Leaving] = {}
         for listener in self._kv_listeners:
             self.memory.tree.listen(listener)
 
@@ -368,7 +370,7 @@ class Scheduler:
         rows that need a page are left out of this pass."""
         memory, slots, draft = self.memory, self.memory.slots, self._num_drafts
         for_foreground = not slots.is_background[self.running.slots].all()
-        to_retract = victims(self.running.requests, memory, for_foreground=for_foreground)
+        to_retract = victims(self.running.slots, memory, for_foreground=for_foreground)
         while True:
             rows = self._find_due()
             if len(self._left_out):
@@ -409,8 +411,10 @@ class Scheduler:
         running, memory = self.running, self.memory
         while not memory.num_available_pages:
             waits = any(not one.background and memory.needs_page(one) for one in running.prefilling)
-            victims = [one for one in running.requests if one.background] if waits else []
-            victim = choose_victim(victims, memory, for_foreground=True)
+            rows = running.slots
+            victim = (
+                choose_victim(rows[memory.slots.is_background[rows]], memory, for_foreground=True) if waits else None
+            )
             if victim is None:
                 return
             self._retract(victim, now, "a foreground prompt", for_foreground=True)
@@ -470,13 +474,11 @@ class Scheduler:
             read = tuple(self.memory.locked_nodes[request] for request in sampled[num_decodes:])
             ending += self._finish_prefills()
         if chunks:
-            sharing = self.running.sharing(requests, starts, self.step)
+            sharing = self.running.sharing(requests, rows, starts, self.step)
         else:
             sharing = self.running.decode_sharing(requests, rows, starts, self.step)
         slots.last_step[rows] = self.step
-        for request in ending:
-            if request.phase is Phase.DECODING:
-                self.running.stop_decoding(request)
+        self.running.stop_decoding(*(request for request in ending if request.phase is Phase.DECODING))
         joins = self.admission.take_joins()
         for join in joins:
             self._limit_running_time(join.request_id)
@@ -542,7 +544,7 @@ class Scheduler:
 
     def _retract_one(self, now: Now, beneficiary: str) -> bool:
         for_foreground = not self.memory.slots.is_background[self.running.slots].all()
-        victim = choose_victim(self.running.requests, self.memory, for_foreground=for_foreground)
+        victim = choose_victim(self.running.slots, self.memory, for_foreground=for_foreground)
         if victim is None:
             return False
         self._retract(victim, now, beneficiary, for_foreground=for_foreground)
@@ -575,38 +577,54 @@ class Scheduler:
         priority, if that lets it run. Prompts, too: none of them has a chunk in the pass being planned yet. Returns the
         pages that the request lacks, if nothing was retracted and they were counted, else 0."""
         admission, is_foreground = self.admission, not request.background
-        gap = self.config.retract_gap if self.config.policy == "priority" else math.inf
-        slots, rows = self.memory.slots, self.running.slots
-        is_background = slots.is_background[rows]
-        gives_way = (slots.priority[rows] <= request.priority - gap) & ~slots.is_protected[rows]
-        gives_way = (is_background | gives_way) if is_foreground else (is_background & gives_way)
-        if not gives_way.any() or not admission.can_move:
+        below = self._below(request)
+        if not len(below.rows) or not admission.can_move:
             return 0
-        missing = admission.num_missing_without(request, [], now)
+        missing = admission.num_missing_without(request, NOBODY, now)
         if not missing:
             return 0
-        below = list(itertools.compress(self.running.requests, gives_way.tolist()))
         if admission.num_missing_without(request, below, now):
             return missing
-        in_order = victims(below, self.memory, for_foreground=is_foreground)
-        while below and missing:
+        rows = below.rows
+        in_order = victims(rows, self.memory, for_foreground=is_foreground)
+        while len(rows) and missing:
             if not admission.can_move:
                 admission.reserve(request, now)  # the next step retracts the others
                 break
-            candidates = admission.retractable_for(request, below)
-            if candidates is below:
+            candidates = admission.retractable_for(request, rows)
+            if candidates is rows:
                 victim = next(in_order, None)
             else:
                 victim = choose_victim(candidates, self.memory, for_foreground=is_foreground)
             assert victim is not None, "protected requests are not among the candidates"
             assert victim not in admission.chunks, f"request {victim.id} is retracted with a chunk in this pass"
-            below.remove(victim)
+            rows = rows[rows != victim.slot]
             beneficiary = f"request {request.id} of priority {request.priority}"
             # As long as the victims cannot have had what is missing, it need not be counted again.
             missing = max(0, missing - admission.num_pages_at_end(victim))
             self._retract(victim, now, beneficiary, for_foreground=is_foreground)
-            missing = missing or admission.num_missing_without(request, [], now)
+            missing = missing or admission.num_missing_without(request, NOBODY, now)
         return 0
+
+    def _below(self, request: Request) -> Leaving:
+        """Running requests that give way to a waiting one. Those of one priority are the same ones for all that wait,
+        as long as nobody starts or leaves."""
+        gap = self.config.retract_gap if self.config.policy == "priority" else math.inf
+        if not (self.config.background_tenants or self.admission.may_give_way(request.priority - gap)):
+            return NOBODY
+        slots, rows = self.memory.slots, self.running.slots
+        if self._below_of is not rows:
+            self._below_of = rows
+            self._below_by_rank.clear()
+        is_foreground = not request.background
+        rank = (is_foreground, request.priority)
+        found = self._below_by_rank.get(rank)
+        if found is None:
+            is_background = slots.is_background[rows]
+            gives_way = (slots.priority[rows] <= request.priority - gap) & ~slots.is_protected[rows]
+            gives_way = (is_background | gives_way) if is_foreground else (is_background & gives_way)
+            found = self._below_by_rank[rank] = self.admission.leaving(rows[gives_way])
+        return found
 
     # ------------------------------------------------------------------ commit
 

@@ -20,11 +20,11 @@ from paceline.scheduler.node import Node
 from paceline.scheduler.plan import Column, Sharing
 
 
-def find_sharing(locked_nodes: Iterable[Node], starts: Column, version: int) -> Sharing | None:
-    """Of rows that have locked `locked_nodes[row]` and have `starts[row]` positions in memory. None: none share.
+def find_sharing(locked_nodes: Iterable[tuple[int, Node]], starts: Column, version: int) -> Sharing | None:
+    """Of rows with the nodes that they have locked; row i has `starts[i]` positions in memory. None: none share.
     `version` identifies the result: a new number for every call."""
     below: dict[Node, list[int]] = {}  # deepest node that another row or a pin has locked too -> rows
-    for row, locked in enumerate(locked_nodes):
+    for row, locked in locked_nodes:
         node: Node | None = locked
         while node is not None and node.locks < 2:
             node = node.parent

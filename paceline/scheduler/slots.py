@@ -36,6 +36,7 @@ class Slots:
         self.is_background: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)
         self.is_protected: npt.NDArray[np.bool_] = np.zeros(max_running, np.bool_)  # see scheduler/retraction.py
         self.num_pages: Column = np.zeros(max_running, np.int32)
+        self.exclusive_pages: npt.NDArray[np.int64] = np.zeros(max_running, np.int64)  # as each request has them
         self.last_step: npt.NDArray[np.int64] = np.zeros(max_running, np.int64)  # of the last pass with this row
         # calloc: rows that are never used cost address space, not memory
         self.page_table: npt.NDArray[np.int32] = np.zeros((max_running, max_row_pages), np.int32)
@@ -51,6 +52,7 @@ class Slots:
         assert self.requests[slot] is None, f"slot {slot} was handed out while it was taken"
         self.requests[slot] = request
         self.num_pages[slot] = self.capacity[slot] = self.ahead[slot] = 0
+        self.exclusive_pages[slot] = request.exclusive_pages
         request.slot = slot
         return slot
 
@@ -61,11 +63,6 @@ class Slots:
         self.requests[slot] = None
         request.slot = None
         self._free.append(slot)
-
-    def exclusive_pages(self, slots: Column) -> npt.NDArray[np.int64]:
-        """Of the requests in these slots, each of which has one."""
-        requests = map(self.requests.__getitem__, slots.tolist())
-        return np.array([request.exclusive_pages for request in requests if request is not None], np.int64)
 
     def row(self, slot: int) -> Pages:
         """A view of the pages of one row."""

@@ -14,7 +14,7 @@ from paceline.scheduler.invariants import check
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
 from paceline.scheduler.snapshot import snapshot
 from paceline.testing import Harness
-from tests.helpers import EOS, admissions, events, harness, prompt, request
+from tests.helpers import EOS, admissions, events, harness, prompt, request, slots_of
 from tests.scheduler.test_state_machine import random_run
 
 BACKGROUND = ("batch", "batch2")
@@ -179,8 +179,9 @@ def test_protection_from_other_background_requests_does_not_hold_against_foregro
     protected = subject.scheduler.requests["background"]
     protected.retractions = MAX_RETRACTIONS
     running, memory = subject.scheduler.running.requests, subject.scheduler.memory
-    assert choose_victim([protected], memory) is None
-    assert choose_victim(running, memory, for_foreground=True) is protected
+    memory.slots.is_protected[protected.slot] = True
+    assert choose_victim(slots_of(protected), memory) is None
+    assert choose_victim(slots_of(*running), memory, for_foreground=True) is protected
 
 
 def test_background_tenants_share_what_is_left_by_weight() -> None:

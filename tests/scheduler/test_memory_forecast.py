@@ -33,6 +33,25 @@ def test_the_predicted_peak_equals_the_naive_simulation(
     assert forecast.peak_with(3, 7) == naive_peak([*requests, candidate, (3, 7)], page_size)
 
 
+@given(REQUESTS, REQUESTS, st.tuples(st.integers(0, 50), st.integers(0, 200)), st.integers(0, 400), st.data())
+def test_what_is_missing_is_the_peak_above_the_limit_however_many_were_added(
+    requests: list[tuple[int, int]],
+    added: list[tuple[int, int]],
+    candidate: tuple[int, int],
+    limit: int,
+    data: st.DataObject,
+) -> None:
+    own, remaining = (np.array(column, dtype=np.int64) for column in zip(*requests, strict=True))
+    forecast = MemoryForecast(4, np.arange(len(own)), own, remaining)
+    for row, one in enumerate(added, len(own)):
+        if data.draw(st.booleans()):
+            assert forecast.missing_with(*one, limit) == max(0, naive_peak([*requests, one], 4) - limit)
+        forecast.add(row, *one)
+        requests.append(one)
+    assert forecast.missing_with(*candidate, limit) == max(0, naive_peak([*requests, candidate], 4) - limit)
+    assert forecast.peak_with(*candidate) == naive_peak([*requests, candidate], 4)
+
+
 @given(REQUESTS, st.data())
 def test_a_forecast_without_some_requests_is_that_of_the_others(
     requests: list[tuple[int, int]], data: st.DataObject

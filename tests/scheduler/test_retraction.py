@@ -15,7 +15,7 @@ from paceline.scheduler import EventKind, admission
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim, is_protected, victims
 from paceline.testing import Harness
-from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
+from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler, slots_of
 
 
 def crowded(num_pages: int = 14, **options: Any) -> Harness:
@@ -88,9 +88,11 @@ def test_the_cheapest_to_recompute_is_retracted_first_and_the_most_senior_is_spa
         core.add(request(prompt([size] * size), 100, id=name), 0.0)
     core.plan(0.0)
     running = {one.id: one for one in core.running.requests}
-    assert choose_victim(running.values(), core.memory) is running["short"]
-    assert choose_victim([running["senior"], running["long"], running["middle"]], core.memory) is running["middle"]
-    assert choose_victim([running["senior"]], core.memory) is running["senior"]
+    assert choose_victim(slots_of(*running.values()), core.memory) is running["short"]
+    assert (
+        choose_victim(slots_of(running["senior"], running["long"], running["middle"]), core.memory) is running["middle"]
+    )
+    assert choose_victim(slots_of(running["senior"]), core.memory) is running["senior"]
 
 
 def test_among_equals_the_newest_is_retracted() -> None:
@@ -98,7 +100,7 @@ def test_among_equals_the_newest_is_retracted() -> None:
     for name in ("a", "b", "c"):
         core.add(request(prompt([ord(name)] * 12), 10, id=name), 0.0)
     core.plan(0.0)
-    victim = choose_victim(core.running.requests, core.memory)
+    victim = choose_victim(core.running.slots, core.memory)
     assert victim is not None
     assert victim.id == "c"
 
@@ -296,7 +298,8 @@ def test_victims_have_the_order_of_choosing_each_among_all(seed: int) -> None:
         core.commit(plan, np.array([rng.randrange(3) for _ in range(int(plan.samples.sum()))], np.int32), 0.0, 0.0)
     for one in core.running.requests:
         one.retractions = rng.choice([0, 0, 0, MAX_RETRACTIONS])
-    in_order = victims(core.running.requests, core.memory)
+        core.memory.slots.is_protected[one.slot] = is_protected(one)
+    in_order = victims(core.running.slots, core.memory)
     while (expected := naive_victim(core.running.requests, core.memory)) is not None:
         assert next(in_order) is expected
         core.retract(expected.id, 0.0, "the test")
