@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from paceline.peer_flags import peer_hint
 from paceline.request import PacelineError, suggest
+from paceline.weight_formats import GGUF, WEIGHT_FORMATS
 
 
 class ConfigError(PacelineError, ValueError):
@@ -405,15 +406,11 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATION: Mapping[str, str] = {
     "auto": "weights of a quantised GGUF file and of a 4-bit checkpoint, on a GPU also of an FP8 or MXFP4 checkpoint, "
-    "stay as they are stored, except those of small GGUF files on a GPU",
-    "fp8": "weights are rounded to FP8 (e4m3) with a scale per row; with many rows activations, too; of a mixture of "
-    "experts, the weights of the experts only (GPU only)",
-    "mxfp4": "the weights of experts are rounded to MXFP4, unless they are stored so (GPU only)",
-    "int4": "weights are rounded to 4 bits in groups of 128; activations stay in 16 bits (GPU only)",
+    "stay as they are stored, except those of small GGUF files on a GPU; `paceline models --plan` says what becomes of "
+    "a model",
     "none": "weights are expanded to dtype",
-    "q8": "weights are rounded to 8 bits in groups of 32",
-    "q4": "weights are rounded to 4 bits in groups of 32",
-    "gguf": "weights of a quantised GGUF file stay as they are stored (GPU only)",
+    **{one.name: one.help for one in WEIGHT_FORMATS.values()},
+    GGUF: "weights of a quantised GGUF file stay as they are stored",
 }
 KV_DTYPES: Mapping[str, str] = {
     "auto": "that of dtype",

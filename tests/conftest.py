@@ -105,12 +105,12 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session", autouse=True)
 def _no_drafts_by_default() -> Iterator[None]:
     """How many drafts a pass has depends on measured times, so tests that count passes or deltas ask for drafts."""
-    build = sys.modules.get("paceline.engine.build")
-    if build is None:
+    resolve = sys.modules.get("paceline.engine.build.resolution")
+    if resolve is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "default_speculation", lambda *_: "off")
+        patch.setattr(resolve, "why_no_drafts", lambda *_: "tests ask for drafts")
         yield
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from paceline import config
+from paceline import config, weight_formats
 from paceline.config import BATCHING, EVICTION, POLICIES, EngineConfig, RayConfig, SchedulerConfig, ServerConfig
 from paceline.model.family_table import HEAD, family_rows
 from tests.mutants import MUTANTS
@@ -143,6 +143,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "ray-options": lambda: options(RayConfig),
     "offline-parts": lambda: choices("part", config.OFFLINE_PARTS),
     "families": lambda: table(HEAD, family_rows()),
+    "formats": lambda: table(weight_formats.HEAD, weight_formats.format_rows()),
     "experiments": experiments,
     "routes": routes,
     "tree": tree,

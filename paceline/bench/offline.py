@@ -36,7 +36,8 @@ from paceline.config import (
     public_options,
     split_options,
 )
-from paceline.engine.build import build_engine, choose_device
+from paceline.engine.build import build_engine
+from paceline.engine.build.facts import choose_device
 from paceline.engine.timeline import write_trace
 from paceline.llm import LLM
 from paceline.request import PacelineError

@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +21,16 @@ from rich.table import Table
 from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig, QualityConfig
-from paceline.engine.build import choose_precision, load_model, weight_bytes
+from paceline.engine.build import find_source, resolve_here
+from paceline.engine.build.facts import CPU
+from paceline.engine.build.load import load_model
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.quantised_model import attention_for
 from paceline.engine.cpu.rounded_kv import calibrated_scales, rounding
 from paceline.engine.cuda.kv_scales import calibration_ids
-from paceline.engine.kv_sizing import check_models_fit
-from paceline.engine.precision import FP8_KV, check_kv_dtype
+from paceline.engine.precision import FP8_KV
 from paceline.model.decoder import Attend
 from paceline.model.read_spec import read_spec
 from paceline.text.load import load_tokenizer
@@ -238,17 +239,18 @@ def _tokens_of(text: str, tokenizers: Sequence[Tokenizer], vocab_sizes: Sequence
 
 
 def _load(path: Path, dtype: str, quantization: str, max_positions: int, kv_dtype: str = "auto") -> ScoredModel:
-    config = choose_precision(EngineConfig(device="cpu", dtype=dtype, quantization=quantization), "cpu", path)
-    if kv_dtype == FP8_KV and config.quantization != "none":
+    is_fp8 = kv_dtype == FP8_KV  # computed by `ScoredModel`
+    config = EngineConfig(device=CPU, dtype=dtype, quantization=quantization, kv_dtype="auto" if is_fp8 else kv_dtype)
+    source = find_source(path)
+    found = resolve_here(config, {}, source)
+    if is_fp8 and found.weights.quantization != "none":
         raise ConfigError(
             f"kv_dtype is {kv_dtype!r} and weights stay in 4 or 8 bits, whose KV is in bfloat16: set "
             "quantization to none."
         )
-    check_kv_dtype(replace(config, kv_dtype="auto" if kv_dtype == FP8_KV else kv_dtype), "cpu", config.dtype)
-    spec = read_spec(path)
-    check_models_fit([spec], weight_bytes(config, spec, path, "cpu"))
-    decoder = load_model(path, spec, 0, config, "cpu", max_positions)
-    return ScoredModel(decoder, max_positions, fp8_kv=kv_dtype == FP8_KV)
+    found.log_choices()
+    decoder = load_model(source, found.weights, CPU, max_positions=max_positions)
+    return ScoredModel(decoder, max_positions, fp8_kv=is_fp8)
 
 
 def _text_table(found: TextResult) -> Table:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from paceline.config import OVERLAP, EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cpu.model import CpuModel
 from paceline.llm import LLM
 from paceline.model.fetch import DEFAULT_MODEL, find_model

@@ -16,7 +16,7 @@ import torch
 
 from paceline.checks.harness import CheckResult, CheckSetup, hidden_states
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cpu.model import CpuModel
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.pooling import pool_chunk

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig, split_options
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.llm import LLM

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.checks.harness import CheckResult, CheckSetup
 from paceline.checks.rank_judge import JudgedRow, RankJudge
-from paceline.engine.build import group_of_one
+from paceline.engine.build.ranks import group_of_one
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.spec import ModelSpec

@@ -42,15 +42,17 @@ def compile(
     if find_spec("triton") is None:  # before torch is imported, which takes seconds
         raise ConfigError("triton is not installed, which compiles kernels: pip install triton.")
     os.environ.pop("TRITON_INTERPRET", None)  # the interpreter compiles nothing; before Triton is imported
-    from paceline.engine.build import kernel_options
+    from paceline.engine.build import find_draft, find_source, resolve_here
+    from paceline.engine.build.facts import gpu_of_arch
     from paceline.engine.cuda.precompile import precompile
-    from paceline.engine.precision import check_arch
     from paceline.model.layout import Shard, different_shards
 
     engine_options, scheduler_options = split_options(options, ("model", "shape", "output", "arch", "jobs"))
     config = EngineConfig(**engine_options)
-    check_arch(config, int(found[1]))
-    what = kernel_options(model, shape, config, scheduler_options)
+    source = find_source(model, load="weights" if shape is None else "random", shape=shape)
+    draft = find_draft(config, source)
+    resolved = resolve_here(config, scheduler_options, source, draft, device=gpu_of_arch(int(found[1])))
+    resolved.log_choices()
     try:
         output.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=output).close()
@@ -63,13 +65,14 @@ def compile(
     progress = show if sys.stderr.isatty() else None
     variants: set[Any] = set()
     count = 0
-    spec = what[0][0]
+    spec = source.spec
     shards = different_shards(spec, config.tp)
     if config.pp > 1:
         shards = [Shard(stage=stage, num_stages=config.pp) for stage in range(config.pp)]
         shards[0].spec(spec)  # raises if there are too many
     for shard in shards:
-        listed, compiled = precompile(*what, output, int(found[1]), jobs=jobs or None, progress=progress, shard=shard)
+        what = (resolved.specs, resolved.precision, resolved.scheduler, output, resolved.device.arch)
+        listed, compiled = precompile(*what, jobs=jobs or None, progress=progress, shard=shard)
         variants.update(listed)
         count += compiled
     total = len(variants)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.doctor.finding import Check, Finding, ok, warning
 
 if TYPE_CHECKING:
-    from paceline.model.spec import ModelSpec
+    from paceline.model.files import ModelFiles
 
 
 def model_checks(model: str) -> list[tuple[str, Check]]:
@@ -25,30 +24,28 @@ def check_model(model: str) -> Iterator[Finding]:
     except NotDownloaded:
         yield warning("model", f"{model} is not on this machine", f"paceline pull {model}")
         return
-    from paceline.model.weights import check_files
+    from paceline.model.files import open_files
     from paceline.text.load import load_tokenizer
 
-    spec = check_files(path)
+    files = open_files(path)
+    spec = files.spec
     yield ok("model", f"{path}: {spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, all files complete")
     tokenizer = load_tokenizer(path)
     tokenizer.check_fits(spec.vocab_size)
     yield ok("tokenizer", f"{tokenizer.vocab_size:,} tokens")
-    yield from check_model_memory(path, spec)
+    yield from check_model_memory(files)
 
 
-def check_model_memory(path: Path, spec: ModelSpec) -> Iterator[Finding]:
+def check_model_memory(files: ModelFiles) -> Iterator[Finding]:
     """With the default options of the engine."""
-    import torch
-
     from paceline.config import EngineConfig
-    from paceline.engine.build import choose_precision, weight_bytes
-    from paceline.engine.kv_sizing import check_models_fit
+    from paceline.engine.build import resolve_here
+    from paceline.model.files import UnloadedModel
 
-    device, free = ("cuda", torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else ("cpu", None)
-    config = choose_precision(EngineConfig(), device, path)
-    num_bytes = weight_bytes(config, spec, path, device)
-    check_models_fit([spec], num_bytes, free=free)
-    precision = config.dtype if config.quantization == "none" else "quantised, as in the file"
-    yield ok(
-        "model memory", f"{num_bytes / 2**30:.2f} GiB fit on the {'GPU' if device == 'cuda' else 'CPU'} ({precision})"
-    )
+    found = resolve_here(EngineConfig(), {}, UnloadedModel(files.spec, files))
+    size, device = found.weights.num_bytes / 2**30, found.device.kind.replace("cuda", "GPU").replace("cpu", "CPU")
+    yield ok("model memory", f"{size:.2f} GiB fit on the {device} ({found.weights.title})")
+    for choice in found.choices:
+        if choice.is_warning:
+            text = f"{choice.option} is {choice.value}: {choice.reason}"
+            yield warning("model memory", text, "paceline models --plan MODEL")

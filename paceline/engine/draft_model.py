@@ -6,8 +6,7 @@ that is padded to another size is cut or filled to that of the target model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from paceline.config import ConfigError
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import find_model
-from paceline.model.read_spec import read_spec
+from paceline.model.files import UnloadedModel, open_files
 from paceline.model.registry import shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Progress
@@ -23,32 +22,24 @@ from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class DraftSource:
-    """A draft model that is not loaded yet."""
-
-    path: Path | None  # None: random weights
-    spec: ModelSpec  # with the vocabulary size of the target model
-
-
-def find_draft_model(name: str, target: ModelSpec, *, random: bool, progress: Progress | None = None) -> DraftSource:
+def draft_source(name: str, target: ModelSpec, *, random: bool, progress: Progress | None = None) -> UnloadedModel:
     """A draft model by folder, .gguf file or hub id; of random weights, by the name of a shape."""
-    path = None if random else find_model(name, progress=progress)
-    spec = shape(name) if path is None else read_spec(path)
+    files = None if random else open_files(find_model(name, progress=progress))
+    spec = shape(name) if files is None else files.spec
     if spec.num_parameters > target.num_parameters:
         raise ConfigError(
             f"draft_model is {name!r} with {spec.num_parameters:,} parameters, more than the model's "
             f"{target.num_parameters:,}: choose a smaller one."
         )
-    return DraftSource(path, replace(spec, vocab_size=target.vocab_size))
+    return UnloadedModel(replace(spec, vocab_size=target.vocab_size), files)
 
 
-def check_tokenizer(source: DraftSource, tokenizer: Tokenizer) -> None:
+def check_tokenizer(source: UnloadedModel, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if the draft model has another tokenizer. Added tokens, such as those of a chat template, may
     differ."""
-    if source.path is None:
+    if source.files is None:
         return
-    ours, theirs = tokenizer.vocabulary(), load_tokenizer(source.path).vocabulary()
+    ours, theirs = tokenizer.vocabulary(), load_tokenizer(source.files.path).vocabulary()
     for token, index in ours.items():
         if theirs.get(token) != index:
             raise ConfigError(

@@ -6,48 +6,55 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import ConfigError, EngineConfig
-from paceline.model.layout import Shard
+from paceline.model.layout import Shard, is_matrix, matrix_kind, target_shapes
 from paceline.model.spec import ModelSpec
+from paceline.model.weights_plan import WeightsPlan
+from paceline.weight_formats import FP8, GGUF, GGUF_FORMATS, INT4, WEIGHT_FORMATS, MatrixKind, WeightFormat
 
 if TYPE_CHECKING:
     import torch
 
 FP8_KV = "fp8_e4m3"
-GPU_FORMATS = ("fp8", "int4", "mxfp4", "gguf", "q8", "q4")  # of weights in fewer bits than activations
-OFFSET_FORMATS = ("gguf", "q8", "q4")  # 4 or 8 bits in groups of 32 with an offset, as in GGUF files
-GROUPWISE_FORMATS = ("int4", *OFFSET_FORMATS)
-INT4_GROUPS = (128, 64, 32)
-MXFP4_BITS = 4.25  # of a number, with its part of a scale
-# Elements. The fused kernels were tuned for Qwen3-0.6B. With two rows or more, a layer with a matrix of 8 million
-# elements or more is faster with cuBLAS alone (docs/log/gemms.md).
+# Elements. Layers with smaller matrices are faster in 16 bits than in 4 and 8 on a GPU; the fused kernels were tuned
+# for Qwen3-0.6B, and with two rows or more larger ones are faster with cuBLAS alone (docs/log/gemms.md).
 LARGE_MATRIX = 1 << 23
 FP8_ARCH = 89  # the first one that converts FP8 numbers
 
 
 @dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """How the weights of a model are quantised, as far as kernels depend on it."""
+class KernelFormat:
+    """How the weights of a model are packed, as far as kernels depend on it."""
 
     group: int = 0  # columns with one scale; 0: all of a row
-    # Those of qkv, out, gate_up and down that occur in its layers; (): of OFFSET_FORMATS as the quantization says.
+    # Those of qkv, out, gate_up and down that occur in its layers; (): all have those of the quantization.
     bits: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, plan: WeightsPlan) -> KernelFormat:
+        packed = [one for one in plan.matrices if one.packed is not None]
+        if plan.quantization != GGUF or not plan.is_stored:
+            has_groups = plan.quantization in (FP8.name, INT4.name) and packed
+            return cls(packed[0].group if has_groups else 0)
+        bits: dict[str, set[int]] = {}
+        for one in packed:
+            bits.setdefault(one.name.rpartition(".")[2], set()).add(WEIGHT_FORMATS[one.format].bits)
+        return cls(bits=tuple(tuple(sorted(bits[name])) for name in ("qkv", "out", "gate_up", "down")))
 
 
 @dataclass(frozen=True, slots=True)
 class Precision:
     dtype: str  # of activations, and of weights that are not quantised
     kv_dtype: str = "auto"  # of the KV cache; auto: dtype
-    quantization: str = "none"  # of weights: none, or one of GPU_FORMATS
+    quantization: str = "none"  # of weights: none, a weight format with kernels for GPUs, or `GGUF`
     lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank
-    formats: tuple[WeightFormat, ...] = ()  # of each model with quantised weights
+    formats: tuple[KernelFormat, ...] = ()  # of each model, if weights are packed
 
     @classmethod
-    def of(cls, config: EngineConfig, dtype: str, formats: tuple[WeightFormat, ...] = ()) -> Precision:
+    def of(cls, config: EngineConfig, dtype: str, formats: tuple[KernelFormat, ...] = ()) -> Precision:
         """As the options say. dtype: auto is known by now."""
-        check_kv_dtype(config, "cuda", dtype)
         kv_dtype = FP8_KV if config.kv_dtype == FP8_KV else "auto"
         lora = (config.max_loras, config.max_lora_rank) if config.max_lora_rank else (0, 0)
-        quantization = config.quantization if config.quantization in GPU_FORMATS else "none"
+        quantization = "none" if config.quantization == "auto" else config.quantization
         return cls(dtype, kv_dtype, quantization, lora, () if quantization == "none" else formats)
 
     @property
@@ -59,25 +66,11 @@ class Precision:
         return 1 if self.kv_dtype == FP8_KV else dtype.itemsize
 
 
-def rounding_group(spec: ModelSpec, tp: int = 1) -> int:
-    """Columns with one scale, if weights are rounded to 4 bits: 128, or fewer where a matrix of a rank has no multiple
-    of it."""
-    parts = [Shard(rank, tp).spec(spec) for rank in range(tp)]
-    widths = (spec.hidden_size, *(part.q_size for part in parts), *(part.ffn_size for part in parts))
-    for group in INT4_GROUPS:
-        if not any(width % group for width in widths):
-            return group
-    raise ConfigError(
-        f"quantization is 'int4' and matrices have {', '.join(map(str, widths))} columns: they must be multiples of "
-        f"{INT4_GROUPS[-1]}; set quantization to none."
-    )
-
-
 def check_arch(config: EngineConfig, arch: int) -> None:
     """Raises ConfigError for a GPU, by its architecture such as 90, that cannot convert FP8 numbers."""
     for name, needed, remedy in (
         ("kv_dtype", config.kv_dtype == FP8_KV, "leave it out"),
-        ("quantization", config.quantization == "fp8", "set it to none"),  # it may be that of the checkpoint
+        ("quantization", config.quantization == FP8.name, "set it to none"),  # it may be that of the checkpoint
     ):
         if needed and arch < FP8_ARCH:
             raise ConfigError(
@@ -86,15 +79,27 @@ def check_arch(config: EngineConfig, arch: int) -> None:
             )
 
 
-def check_kv_dtype(config: EngineConfig, device: str, dtype: str) -> None:
-    """Raises ConfigError unless the device has a KV cache of this type beside activations of `dtype`. With weights in 4
-    or 8 bits on a CPU, KV is in bfloat16 beside activations in float32."""
-    given = config.kv_dtype
-    if device == "cpu" and config.quantization != "none":
-        dtype = "bfloat16"
-    if given == FP8_KV and device != "cuda":
-        raise ConfigError(f"kv_dtype is {given!r}, which needs a GPU: leave it out, KV is in {dtype} on a CPU.")
-    if given == "bfloat16" and dtype != "bfloat16":
-        raise ConfigError(
-            f"kv_dtype is {given!r} and dtype is {dtype!r}: set dtype to bfloat16, or leave kv_dtype out."
-        )
+def is_kept_on_gpu(name: str, spec: ModelSpec) -> bool:
+    """Whether a GPU keeps a matrix in fewer bits: experts, or, without any, all matrices of layers."""
+    return is_matrix(name) and matrix_kind(name) is (MatrixKind.EXPERTS if spec.num_experts else MatrixKind.LINEAR)
+
+
+def rounding_group(spec: ModelSpec, format: WeightFormat, tp: int = 1) -> int:
+    """Columns with one scale: the first choice of the format of which every matrix of a rank has a multiple."""
+    if format.groups == (0,) or format in GGUF_FORMATS:
+        return format.groups[0]  # of the whole row; or the last group of a row may have fewer columns
+    widths = sorted(
+        {
+            shape[-1]
+            for rank in range(tp)
+            for name, shape in target_shapes(spec, Shard(rank, tp)).items()
+            if is_matrix(name) and is_kept_on_gpu(name, spec)
+        }
+    )
+    for group in format.groups:
+        if not any(width % group for width in widths):
+            return group
+    raise ConfigError(
+        f"quantization is {format.name!r} and matrices have {', '.join(map(str, widths))} columns: they must be "
+        f"multiples of {format.groups[-1]}; set quantization to none."
+    )

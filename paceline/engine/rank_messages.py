@@ -13,22 +13,23 @@ import msgspec
 
 from paceline.codec import TypedDecoder
 from paceline.engine.weight_source import WeightSource
+from paceline.model.weights_plan import WeightsPlan
 from paceline.sampling.types import Masks
 from paceline.scheduler.plan import Column, Plan
 
 
 class RankSetup(msgspec.Struct, frozen=True, tag=True):
-    """What all ranks build: `build_engine`'s arguments, and the port of the store by which they find each other."""
+    """What rank 0 has resolved, and the port of the store by which all ranks find each other."""
 
     port: int
     backend: str  # of the collectives: gloo, nccl or symmetric
-    model: str | None
-    load: str
+    model: str | None  # None: random weights of the shape
     shape: str | None
     seed: int
     device: str
     engine_options: dict[str, Any]
     scheduler_options: dict[str, Any]
+    weights: tuple[WeightsPlan, ...]  # of the model, and of a draft model
 
 
 class UsePages(msgspec.Struct, frozen=True, tag=True):

@@ -196,7 +196,7 @@ def main() -> None:
         return answer.num_pages
 
     try:
-        from paceline.engine.build import (
+        from paceline.engine.build.ranks import (
             build_rank,
         )  # torch takes seconds to import, and the parent may be gone by then
 

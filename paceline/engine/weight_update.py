@@ -71,14 +71,12 @@ def update_weights(
 def _load(engine: Engine, path: Path, spec: ModelSpec, announced: contextlib.ExitStack) -> Decoder:
     """The weights at `path` in host memory, if their shape is `spec`; with ranks, those of rank 0, when the others have
     theirs. announced: is closed if they are not used."""
-    from paceline.model.read_spec import read_spec
-    from paceline.model.weights import check_files
+    from paceline.model.files import open_files
 
     executor, dtype = engine.executor, engine.info.dtype
     try:
         source = WeightSource.of(path, dtype, engine.scheduler.config.context_tokens)
-        _check_shape(read_spec(path), spec)
-        check_files(path)
+        _check_shape(open_files(path).spec, spec)
         check_models_fit([spec], spec.num_parameters * (4 if dtype == "float32" else 2), free=free_memory())
         announced.callback(_drop, engine)
         engine.call(lambda _: executor.announce_weights(source)).result()

@@ -81,7 +81,7 @@ def _experts(
 def _part(tensor: StoredTensor, expert: int, rows: range) -> StoredTensor:
     """Some rows of one expert."""
     num_bytes = tensor.num_bytes * len(rows) // (tensor.shape[0] * tensor.shape[1])
-    packed = tensor.read_packed
+    packed = tensor.packed
 
     def of_all(part: tuple[slice, ...]) -> tuple[slice, ...]:
         own, *columns = part or (slice(None),)
@@ -96,8 +96,7 @@ def _part(tensor: StoredTensor, expert: int, rows: range) -> StoredTensor:
 
     def read_packed(part: tuple[slice, ...], device: str | torch.device) -> PackedTensor:
         assert packed is not None, "the file is in 16 or 32 bits"
-        found = packed(of_all(part), device)
-        return replace(found, values=found.values[0], scales=found.scales[0])
+        return packed.read(of_all(part), device).map_rows(lambda values: values[0])
 
     shape = (len(rows), *tensor.shape[2:])
-    return StoredTensor(shape, num_bytes, read, read_packed=None if packed is None else read_packed)
+    return StoredTensor(shape, num_bytes, read, None if packed is None else replace(packed, read=read_packed))

@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from paceline.model.layout import StoredTensor
+from paceline.model.layout import PackedForm, StoredTensor
 from paceline.model.quantised import Fp8Tensor
-from paceline.model.quantization_config import BLOCK, CheckpointFormat
+from paceline.model.quantization_config import CheckpointFormat
 from paceline.model.spec import ModelError
+from paceline.weight_formats import FP8
 
-MIN_COLUMNS = 16  # with one scale: kernels multiply so many at once
+BLOCK = FP8.block  # rows and columns of a block
 _SCALES = ("weight_scale", "weight_scale_inv")
 
 
@@ -80,19 +81,12 @@ def _combined(layer: str, weight: StoredTensor, scale: StoredTensor, found: Chec
         scales = scales.repeat_interleave(BLOCK // width, 1)[:, first_column // width : -(-end_column // width)]
         return Fp8Tensor(values, scales.to(device), height, width)
 
-    # Other linear layers with blocks are expanded: only the kernels of experts have blocks.
-    is_kept = not found.blocks or ".experts." in layer
-    num_bytes = weight.num_bytes + scale.num_bytes
-    return replace(weight, num_bytes=num_bytes, read=read, read_packed=read_packed if is_kept else None)
+    size = BLOCK if found.blocks else 0
+    packed = PackedForm(FP8, read_packed, group=size, block_rows=size or 1)
+    return replace(weight, num_bytes=weight.num_bytes + scale.num_bytes, read=read, packed=packed)
 
 
 def block_of_part(*sizes: int) -> int:
     """Rows or columns with one scale, of a part of a matrix with blocks: `sizes` are its offset and, of rows, their
     number. Blocks that are cut are divided, so that a part has whole ones, except for the last columns."""
     return math.gcd(BLOCK, *sizes)
-
-
-def concatenate_fp8(tensors: list[Fp8Tensor]) -> Fp8Tensor:
-    """The rows of all of them, which have blocks of the same size."""
-    values = torch.cat([one.values.view(torch.uint8) for one in tensors]).view(torch.float8_e4m3fn)
-    return replace(tensors[0], values=values, scales=torch.cat([one.scales for one in tensors]))

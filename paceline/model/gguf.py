@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, experts, num_stored_bytes
-from paceline.model.gguf_tensors import dequantise, quantised_bits, read_quantised
+from paceline.model.gguf_tensors import dequantise, packed_form, read_quantised
 from paceline.model.layout import StoredTensor
 from paceline.model.refused_options import refuse_metadata
 from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers, windows_between
@@ -108,20 +108,18 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
                 tensor = tensor.reshape(1, -1)
             return (_unpermute(tensor, heads[part]) if permuted else tensor)[rows_and_columns]
 
-        def quantised() -> QuantisedTensor:
+        def read_packed(rows_and_columns: tuple[slice, ...], device: str | torch.device) -> QuantisedTensor:
             tensor = read_quantised(file, info)
-            return tensor.map_rows(lambda rows: _unpermute(rows, heads[part])) if permuted else tensor
-
-        def read_packed(part: tuple[slice, ...], device: str | torch.device) -> QuantisedTensor:
-            return quantised().part(part).to(device)
+            if permuted:
+                tensor = tensor.map_rows(lambda rows: _unpermute(rows, heads[part]))
+            return tensor.part(rows_and_columns).to(device)
 
         is_matrix = len(info.shape) == 2
         shape = (1, *info.shape) if part == "ffn_gate_inp_shexp" and not is_matrix else info.shape
         found = StoredTensor(shape, num_stored_bytes(info), read)
         if not is_matrix:
             return found
-        bits = quantised_bits(info)
-        return replace(found, read_quantised=quantised, quantised_bits=bits, read_packed=read_packed)
+        return replace(found, packed=packed_form(info, read_packed))
 
     return {
         _hugging_face_name(name, layer_names): stored(info)

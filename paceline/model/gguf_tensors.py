@@ -19,14 +19,17 @@ import numpy.typing as npt
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, num_stored_bytes
 from paceline.model.spec import ModelError
+from paceline.weight_formats import Q4, Q8
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from paceline.model.quantised import QuantisedTensor
+    from paceline.model.layout import PackedForm
+    from paceline.model.quantised import PackedTensor, QuantisedTensor
 
 Bytes = npt.NDArray[np.uint8]
-_GROUP = 32  # as quantised.GROUP
+GROUP = 32  # columns with one scale
 
 
 def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
@@ -78,22 +81,15 @@ def _stored_bytes(file: GGUFFile, info: TensorInfo) -> Bytes:
     return np.frombuffer(file.parts[info.part], dtype=np.uint8, count=num_stored_bytes(info), offset=info.offset)
 
 
-def quantised_bits(info: TensorInfo) -> int:
-    """How many bits `read_quantised` gives."""
+def packed_form(info: TensorInfo, read: Callable[[tuple[slice, ...], str | torch.device], PackedTensor]) -> PackedForm:
+    """read: `read_quantised`, and what the family needs."""
     from gguf.constants import GGMLQuantizationType
 
-    return 4 if GGMLQuantizationType(info.type_id).name in ("Q4_0", "Q4_1", "Q4_K") else 8
+    from paceline.model.layout import PackedForm
 
-
-def is_quantised(file: GGUFFile) -> bool:
-    """Whether most weights of the file have 8 bits or less."""
-    from gguf.constants import GGMLQuantizationType
-
-    sizes = {False: 0, True: 0}
-    for info in file.tensors.values():
-        kind = GGMLQuantizationType(info.type_id).name
-        sizes[kind not in ("F32", "F16", "BF16", "F64")] += num_stored_bytes(info)
-    return sizes[True] > sizes[False]
+    kind = GGMLQuantizationType(info.type_id).name
+    format = Q4 if kind in ("Q4_0", "Q4_1", "Q4_K") else Q8
+    return PackedForm(format, read, group=GROUP, is_stored=kind not in ("F32", "F16", "BF16", "F64"))
 
 
 # ---------------------------------------------------------------------- blocks of GGUF files
@@ -151,13 +147,13 @@ def _k_scales(blocks: Bytes) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.fl
 
 
 def _q4_k(blocks: Bytes) -> _Unpacked:
-    return 4, _nibbles(blocks[:, 16:].reshape(-1, 4, _GROUP)), *_k_scales(blocks)
+    return 4, _nibbles(blocks[:, 16:].reshape(-1, 4, GROUP)), *_k_scales(blocks)
 
 
 def _q5_k(blocks: Bytes) -> _Unpacked:
     # Bit g of byte i: the fifth bit of value i of group g.
     fifth = np.unpackbits(blocks[:, 16:48, None], axis=2, bitorder="little").transpose(0, 2, 1) << 4
-    return 8, _nibbles(blocks[:, 48:].reshape(-1, 4, _GROUP)).reshape(-1, 8, _GROUP) | fifth, *_k_scales(blocks)
+    return 8, _nibbles(blocks[:, 48:].reshape(-1, 4, GROUP)).reshape(-1, 8, GROUP) | fifth, *_k_scales(blocks)
 
 
 _UNPACKERS: dict[str, Callable[[Bytes], _Unpacked]] = {

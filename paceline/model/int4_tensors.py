@@ -14,15 +14,16 @@ as it is stored (`Int4Tensor`), or as a CPU keeps it (`QuantisedTensor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from paceline.model.layout import StoredTensor
+from paceline.model.layout import PackedForm, StoredTensor
 from paceline.model.quantised import Int4Tensor
 from paceline.model.quantization_config import CheckpointFormat
 from paceline.model.spec import ModelError
+from paceline.weight_formats import INT4
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the bits of columns 0 to 7 are
 _MARKS = {"gptq": "qweight", "awq": "qweight", "compressed-tensors": "weight_packed"}
@@ -35,8 +36,11 @@ _OPTIONAL = ("g_idx", "weight_shape")
 _SYMMETRIC_ZERO = 8
 
 
-def int4_tensors(stored: Mapping[str, StoredTensor], found: CheckpointFormat, source: str) -> dict[str, StoredTensor]:
-    """The tensors of the files, with those of quantised layers replaced by one each. Shapes are checked."""
+def int4_tensors(
+    stored: Mapping[str, StoredTensor], found: CheckpointFormat, source: str, *, has_data: bool = True
+) -> dict[str, StoredTensor]:
+    """The tensors of the files, with those of quantised layers replaced by one each. Shapes are checked, and the order
+    of columns if there is more than headers."""
     result, mark = dict(stored), _MARKS[found.method]
     layers = [name.removesuffix(f".{mark}") for name in stored if name.endswith(f".{mark}")]
     if not layers:
@@ -50,7 +54,7 @@ def int4_tensors(stored: Mapping[str, StoredTensor], found: CheckpointFormat, so
                 parts[part] = tensor
             elif part not in _OPTIONAL:
                 raise ModelError(f"{source} has {layer}.{mark} and lacks {layer}.{part}: the file is incomplete.")
-        if found.desc_act and "g_idx" in parts:
+        if has_data and found.desc_act and "g_idx" in parts:
             _check_order(layer, parts["g_idx"].read(()), parts["g_idx"].shape[0], found.group)
         result[f"{layer}.weight"] = _combined(layer, parts, found)
     return result
@@ -88,14 +92,7 @@ def _combined(layer: str, parts: Mapping[str, StoredTensor], found: CheckpointFo
         return whole[part] if part else whole
 
     num_bytes = sum(one.num_bytes for one in parts.values())
-    return StoredTensor(
-        (rows, columns),
-        num_bytes,
-        read,
-        read_quantised=lambda: read_packed((), "cpu").to_quantised(),
-        quantised_bits=4,
-        read_packed=read_packed,
-    )
+    return StoredTensor((rows, columns), num_bytes, read, PackedForm(INT4, read_packed, group=group))
 
 
 def _read(layer: str, parts: Mapping[str, Tensor], shape: tuple[int, int], found: CheckpointFormat) -> Int4Tensor:
@@ -135,15 +132,3 @@ def _check_order(layer: str, g_idx: Tensor | None, columns: int, group: int) -> 
             f"{layer}.g_idx is not in order (desc_act): groups of columns that are not consecutive are not supported; "
             "use a model with desc_act false, or the unquantised one."
         )
-
-
-def concatenate_int4(tensors: list[Int4Tensor]) -> Int4Tensor:
-    def joined(of: Callable[[Int4Tensor], Tensor]) -> Tensor:
-        return torch.cat([of(one) for one in tensors])
-
-    values, scales, zeros = (
-        joined(lambda one: one.values),
-        joined(lambda one: one.scales),
-        joined(lambda one: one.zeros),
-    )
-    return Int4Tensor(values, scales, zeros, tensors[0].group)

@@ -27,12 +27,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.model.spec import ModelError, ModelSpec
+from paceline.weight_formats import MatrixKind, WeightFormat
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paceline.model.quantised import PackedTensor, QuantisedTensor
+    from paceline.model.quantised import PackedTensor
 
 _ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together, where the size allows: kernels like it
 
@@ -169,6 +170,17 @@ def different_shards(spec: ModelSpec, size: int) -> list[Shard]:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How a stored matrix is read in the bits of a weight format."""
+
+    format: WeightFormat
+    read: Callable[[tuple[slice, ...], str | torch.device], PackedTensor]  # these rows and columns, on a device
+    group: int = 0  # columns with one scale; 0: all
+    block_rows: int = 1  # rows with one scale
+    is_stored: bool = True  # False: it is rounded, since most other matrices of the file are stored so
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a model file that has not been read yet."""
 
@@ -177,11 +189,7 @@ class StoredTensor:
     # The rows and columns of these slices, or all of it, on the CPU, in the dtype it is stored in. A file that can be
     # read in part is: a rank never has more of a model in memory than its own part and one tensor.
     read: Callable[[tuple[slice, ...]], Tensor]
-    # All of it, in the bits it is stored in; None: it is not quantised.
-    read_quantised: Callable[[], QuantisedTensor] | None = None
-    quantised_bits: int = 8  # of `read_quantised`, or what a matrix in 16 bits is rounded to beside quantised ones
-    # These rows and columns on a device, as a checkpoint with fewer bits stores them; None: they cannot be kept so.
-    read_packed: Callable[[tuple[slice, ...], str | torch.device], PackedTensor] | None = None
+    packed: PackedForm | None = None  # None: it can only be expanded
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +289,14 @@ def is_matrix(name: str) -> bool:
     return name.rpartition(".")[2] in (*_MATRICES, *_EXPERT_MATRICES)
 
 
-def is_expert_matrix(name: str) -> bool:
-    """Whether a fused tensor has the matrices of all routed experts of a layer."""
-    return name.rpartition(".")[2] in ("expert_gate_up", "expert_down")
+def matrix_kind(name: str) -> MatrixKind:
+    """Of a fused tensor that is multiplied."""
+    _, _, matrix = name.rpartition(".")
+    if matrix in ("embedding", "head"):
+        return MatrixKind.TABLE
+    if matrix in ("expert_gate_up", "expert_down"):
+        return MatrixKind.EXPERTS
+    return MatrixKind.OTHER if matrix in ("router", *_EXPERT_MATRICES) else MatrixKind.LINEAR
 
 
 def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, StoredPart]:

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.model.layout import StoredTensor
+from paceline.model.layout import PackedForm, StoredTensor
 from paceline.model.quantised import Mxfp4Tensor
 from paceline.model.spec import ModelError
+from paceline.weight_formats import MXFP4
 
 BLOCK = 32  # numbers with one scale
 _MAX_SCALE = 240  # of those that kernels multiply with; no model has weights of 2^113
@@ -78,14 +79,10 @@ def _combined(name: str, blocks: StoredTensor, scales: StoredTensor) -> StoredTe
 
     def read_packed(part: tuple[slice, ...], device: str | torch.device) -> Mxfp4Tensor:
         found, own_scales, inside = read_blocks(part)
-        assert inside.start == inside.stop % BLOCK == 0, "`stored_quantization` allows whole blocks only"
+        assert inside.start == inside.stop % BLOCK == 0, "a plan keeps whole blocks only"
         if int(own_scales.max()) > _MAX_SCALE:
             raise ModelError(f"{name} has a scale of 2^{int(own_scales.max()) - _BIAS}: set quantization to none.")
         return Mxfp4Tensor(found.to(device), own_scales.to(device))
 
-    return StoredTensor(shape, blocks.num_bytes + scales.num_bytes, read, read_packed=read_packed)
-
-
-def concatenate_mxfp4(tensors: list[Mxfp4Tensor]) -> Mxfp4Tensor:
-    """The rows of all of them."""
-    return Mxfp4Tensor(torch.cat([one.values for one in tensors]), torch.cat([one.scales for one in tensors]))
+    num_bytes = blocks.num_bytes + scales.num_bytes
+    return StoredTensor(shape, num_bytes, read, PackedForm(MXFP4, read_packed, group=BLOCK))

@@ -9,8 +9,10 @@ And those of FP8 and 4-bit checkpoints: as a GPU keeps them, and 4 bits in the f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +22,31 @@ GROUP = 32  # columns with one scale and one offset
 _CHUNK = 1 << 22  # values that are rounded at once
 
 
+class PackedTensor(ABC):
+    """A weight in the bits of its format, in host or device memory."""
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int: ...
+
+    @abstractmethod
+    def join(self, others: Sequence[Self]) -> Self:
+        """Its rows and those of others of the same format."""
+
+    @abstractmethod
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """With the rows rearranged or selected."""
+
+    @abstractmethod
+    def scaled(self, factor: float) -> Self: ...
+
+    def with_offsets(self) -> QuantisedTensor:
+        """In the form that a CPU multiplies with, where there is one."""
+        raise AssertionError(f"{type(self).__name__} has no form with offsets")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedTensor:
+class QuantisedTensor(PackedTensor):
     bits: int  # 4 or 8
     values: Tensor  # [rows, columns] int8: 0 to 15 with 4 bits
     scales: Tensor  # [rows, groups] float32, with the precision of float16; so are the offsets
@@ -32,8 +57,17 @@ class QuantisedTensor:
         scales, offsets = (one.repeat_interleave(GROUP, dim=1)[:, :columns] for one in (self.scales, self.offsets))
         return torch.addcmul(offsets, self.values.float(), scales)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def join(self, others: Sequence[QuantisedTensor]) -> QuantisedTensor:
+        return concatenate([self, *others])
+
+    def with_offsets(self) -> QuantisedTensor:
+        return self
+
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> QuantisedTensor:
-        """With the rows rearranged or selected."""
         return QuantisedTensor(self.bits, function(self.values), function(self.scales), function(self.offsets))
 
     def scaled(self, factor: float) -> QuantisedTensor:
@@ -57,7 +91,7 @@ class QuantisedTensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Fp8Tensor:
+class Fp8Tensor(PackedTensor):
     """A weight [N, K]: values float8, times the scale of their row [N] float32, or of their block [N / rows, groups of
     columns]."""
 
@@ -66,8 +100,16 @@ class Fp8Tensor:
     rows: int = 1  # with one scale
     columns: int = 0  # with one scale; 0: all
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def join(self, others: Sequence[Fp8Tensor]) -> Fp8Tensor:
+        """All have blocks of the same size."""
+        values = torch.cat([one.values.view(torch.uint8) for one in (self, *others)]).view(self.values.dtype)
+        return replace(self, values=values, scales=torch.cat([one.scales for one in (self, *others)]))
+
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Fp8Tensor:
-        """With the rows rearranged or selected."""
         assert self.rows == 1, "rows of a block stay together"
         values = function(self.values.view(torch.uint8)).view(self.values.dtype)  # few operations know FP8
         return replace(self, values=values, scales=function(self.scales))
@@ -77,7 +119,7 @@ class Fp8Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Int4Tensor:
+class Int4Tensor(PackedTensor):
     """A weight [N, K] of a 4-bit checkpoint: scale * (value - zero), with a scale for `group` columns of a row."""
 
     values: Tensor  # [N, K] uint8, 0 to 15
@@ -90,7 +132,17 @@ class Int4Tensor:
         groups = self.values.float().reshape(len(self.values), -1, self.group)
         return ((groups - zeros) * scales).flatten(1)
 
-    def to_quantised(self) -> QuantisedTensor:
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
+
+    def join(self, others: Sequence[Int4Tensor]) -> Int4Tensor:
+        values, scales, zeros = (
+            torch.cat([getattr(one, name) for one in (self, *others)]) for name in ("values", "scales", "zeros")
+        )
+        return Int4Tensor(values, scales, zeros, self.group)
+
+    def with_offsets(self) -> QuantisedTensor:
         """In groups of 32 columns, with offsets -scale * zero, which are rounded to float16: of a float16 scale that is
         at most 1/128 of a step between two values, and nothing if the zero is a power of two."""
         scales, zeros = (one.float().repeat_interleave(self.group // GROUP, dim=1) for one in (self.scales, self.zeros))
@@ -98,7 +150,6 @@ class Int4Tensor:
         return QuantisedTensor(4, self.values.view(torch.int8), scales, to_half_precision(-scales * zeros))
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Int4Tensor:
-        """With the rows rearranged or selected."""
         return Int4Tensor(function(self.values), function(self.scales), function(self.zeros), self.group)
 
     def part(self, rows_and_columns: tuple[slice, ...]) -> Int4Tensor:
@@ -114,21 +165,35 @@ class Int4Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Mxfp4Tensor:
+class Mxfp4Tensor(PackedTensor):
     """A weight [N, K] of an MXFP4 checkpoint (mxfp4_tensors.py). For all experts of a file, [E, N, K]."""
 
     values: Tensor  # [..., N, K / 32, 16] uint8
     scales: Tensor  # [..., N, K / 32] uint8
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.values)
 
-PackedTensor = Fp8Tensor | Int4Tensor | Mxfp4Tensor | QuantisedTensor  # of a file whose format a GPU keeps
+    def join(self, others: Sequence[Mxfp4Tensor]) -> Mxfp4Tensor:
+        return self._mapped(lambda first, *rest: torch.cat([first, *rest]), others)
+
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> Mxfp4Tensor:
+        return self._mapped(function)
+
+    def scaled(self, factor: float) -> Mxfp4Tensor:
+        raise AssertionError("scales of MXFP4 are powers of two: no family with them scales its residual stream")
+
+    def _mapped(self, function: Callable[..., Tensor], others: Sequence[Mxfp4Tensor] = ()) -> Mxfp4Tensor:
+        return Mxfp4Tensor(
+            function(self.values, *(one.values for one in others)),
+            function(self.scales, *(one.scales for one in others)),
+        )
 
 
 def _whole_groups(columns: slice, num_columns: int, group: int) -> tuple[slice, slice]:
     start, stop, _ = columns.indices(num_columns)
-    assert start % group == 0 and (stop % group == 0 or stop == num_columns), (
-        "`stored_quantization` allows whole groups"
-    )
+    assert start % group == 0 and (stop % group == 0 or stop == num_columns), "a plan keeps whole groups only"
     return slice(start, stop), slice(start // group, -(-stop // group))
 
 

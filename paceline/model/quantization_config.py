@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.model.spec import ModelError
+from paceline.weight_formats import FP8, INT4, MXFP4, WeightFormat
 
-BLOCK = 128  # rows and columns of a block of FP8 weights
-_INT4_GROUPS = (32, 64, 128)
 _REMEDY = "use the unquantised model, or a GGUF file of it"
 
 
@@ -31,9 +30,9 @@ class CheckpointFormat:
     desc_act: bool = False  # gptq: columns may be in another order than their groups
 
     @property
-    def quantization(self) -> str:
-        """fp8, int4 or mxfp4."""
-        return "mxfp4" if self.method == "mxfp4" else "int4" if self.group else "fp8"
+    def format(self) -> WeightFormat:
+        """The weight format that it is read into."""
+        return MXFP4 if self.method == "mxfp4" else INT4 if self.group else FP8
 
 
 def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
@@ -108,14 +107,14 @@ def _group_format(kind: str, group: Mapping[str, Any]) -> CheckpointFormat:
 
 
 def _group(given: Mapping[str, Any]) -> int:
-    _require(given, "group_size", _INT4_GROUPS)
+    _require(given, "group_size", tuple(sorted(INT4.groups)))
     return int(given["group_size"])
 
 
 def _has_blocks(size: Any) -> bool:
     if size is None:
         return False
-    if list(size) != [BLOCK, BLOCK]:
+    if list(size) != 2 * [FP8.block]:
         raise ModelError(f"quantization_config has blocks of {list(size)}: only [128, 128] is supported; {_REMEDY}.")
     return True
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paceline.model.quantised import PackedTensor, QuantisedTensor
+    from paceline.model.quantised import PackedTensor
 
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",
@@ -89,7 +89,7 @@ def _divided(spec: ModelSpec, name: str, tensor: StoredTensor) -> Iterator[tuple
 
 
 def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
-    whole, rows, packed = tensor.read_quantised, slice(first, first + count), tensor.read_packed
+    packed = tensor.packed
 
     def moved(part: tuple[slice, ...]) -> tuple[slice, ...]:
         start, stop, _ = (part[0] if part else slice(None)).indices(count)
@@ -97,43 +97,33 @@ def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
 
     def read_packed(part: tuple[slice, ...], device: str | torch.device) -> PackedTensor:
         assert packed is not None, "the file is in 16 or 32 bits"
-        return packed(moved(part), device)
-
-    def quantised() -> QuantisedTensor:
-        assert whole is not None, "the file is not quantised"
-        return whole().map_rows(lambda values: values[rows])
+        return packed.read(moved(part), device)
 
     return replace(
         tensor,
         shape=(count, *tensor.shape[1:]),
         num_bytes=tensor.num_bytes * count // tensor.shape[0],
         read=lambda part: tensor.read(moved(part)),
-        read_quantised=None if whole is None else quantised,
-        read_packed=None if packed is None else read_packed,
+        packed=None if packed is None else replace(packed, read=read_packed),
     )
 
 
 def _mapped(
-    tensor: StoredTensor, change: Callable[[Tensor], Tensor], change_quantised: Callable[[Any], Any] | None = None
+    tensor: StoredTensor,
+    change: Callable[[Tensor], Tensor],
+    change_packed: Callable[[PackedTensor], PackedTensor] | None = None,
 ) -> StoredTensor:
-    """change_quantised: the same of a `QuantisedTensor` or `PackedTensor`."""
-    whole, packed = tensor.read_quantised, tensor.read_packed
-
-    def quantised() -> QuantisedTensor:
-        assert whole is not None and change_quantised is not None, "vectors are not quantised"
-        changed: QuantisedTensor = change_quantised(whole())
-        return changed
+    """change_packed: the same of a matrix in fewer bits."""
+    packed = tensor.packed
 
     def read_packed(part: tuple[slice, ...], device: str | torch.device) -> PackedTensor:
-        assert packed is not None and change_quantised is not None, "vectors are not quantised"
-        changed: PackedTensor = change_quantised(packed(part, device))
-        return changed
+        assert packed is not None and change_packed is not None, "vectors are not packed"
+        return change_packed(packed.read(part, device))
 
     return replace(
         tensor,
         read=lambda part: change(tensor.read(part)),
-        read_quantised=None if whole is None else quantised,
-        read_packed=None if packed is None else read_packed,
+        packed=None if packed is None else replace(packed, read=read_packed),
     )
 
 
@@ -142,8 +132,8 @@ def _head_rows(order: list[int]) -> Rows:
 
 
 def _rearranged(tensor: StoredTensor, rows: Rows) -> StoredTensor:
-    return _mapped(tensor, rows, lambda quantised: quantised.map_rows(rows))
+    return _mapped(tensor, rows, lambda packed: packed.map_rows(rows))
 
 
 def _scaled(tensor: StoredTensor, factor: float) -> StoredTensor:
-    return _mapped(tensor, lambda values: values.float() * factor, lambda quantised: quantised.scaled(factor))
+    return _mapped(tensor, lambda values: values.float() * factor, lambda packed: packed.scaled(factor))

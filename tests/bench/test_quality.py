@@ -15,11 +15,13 @@ from typer.testing import CliRunner
 from paceline.bench.quality import DEPTHS, TEXT, make_needles
 from paceline.cli import app
 from paceline.model.decoder import Decoder
+from paceline.model.files import open_files
 from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.weights import QuantisedWeights, load_decoder
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.helpers import needs_compiler
 from tests.model.contiguous_cache import ContiguousCache
+from tests.resolving import plan_of
 from tests.tiny_folder import save_tiny_model
 
 WINDOW, NUM_TOKENS = 40, 100
@@ -57,9 +59,10 @@ def test_a_model_does_not_differ_from_itself(folder: Folder) -> None:
 
 
 def rounded(path: Path) -> Decoder:
-    weights = QuantisedWeights(path, quantization="q4")
-    matrices = {name: weights.matrix(name).dequantise() for name in target_shapes(weights.spec) if is_matrix(name)}
-    return Decoder(weights.spec, weights.vectors | matrices)
+    files = open_files(path)
+    weights = QuantisedWeights(files, plan_of(path, quantization="q4"))
+    matrices = {name: weights.matrix(name).dequantise() for name in target_shapes(files.spec) if is_matrix(name)}
+    return Decoder(files.spec, weights.vectors | matrices)
 
 
 @needs_compiler

@@ -283,9 +283,9 @@ def test_serve_help_lists_every_option_and_every_choice() -> None:
 
 def test_help_shows_no_default_for_options_that_the_engine_computes() -> None:
     from paceline.cli.options import COMPUTED
-    from paceline.engine.build import _CPU_DEFAULTS
+    from paceline.engine.build.resolution import DEFAULTS
 
-    assert {*_CPU_DEFAULTS, "num_pages", "context_tokens"} == COMPUTED
+    assert {*DEFAULTS["cpu"], "num_pages", "context_tokens"} == COMPUTED
 
 
 def test_tenant_weights_are_parsed_as_pairs() -> None:

@@ -12,7 +12,8 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine import kv_sizing
-from paceline.engine.build import build_engine, default_speculation
+from paceline.engine.build import build_engine
+from paceline.engine.build.resolution import why_no_drafts
 from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
 from paceline.llm import LLM
@@ -123,7 +124,7 @@ def test_drafts_are_the_default_where_they_fit(options: dict[str, Any], drafts: 
     engine_options, given = split_options(options, ())
     config = EngineConfig(**engine_options)
     device = "virtual" if config.executor == "virtual" else "cuda" if config.device == "cuda" else "cpu"
-    assert default_speculation(config, given, device) == ("auto" if drafts else "off")
+    assert (why_no_drafts(config, given, device) is None) is drafts
 
 
 def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

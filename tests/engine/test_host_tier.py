@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.engine import build
+from paceline.config import ConfigError
 from paceline.engine.build import build_engine
 from paceline.engine.cpu import kv_cache
 from paceline.engine.loop import Loop
@@ -126,7 +126,7 @@ def test_the_virtual_and_the_cpu_executor_get_the_same_plans() -> None:
     ],
 )
 def test_more_host_memory_than_available_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(build.ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message):
         build_engine(**OPTIONS, num_pages=30, **options)
 
 
@@ -139,9 +139,9 @@ def test_a_virtual_engine_has_host_memory_too() -> None:
         counters, config = llm.engine.scheduler.counters, llm.engine.scheduler.config
         assert config.num_host_pages == 1024 and config.host_page_cost == pytest.approx(11.54, rel=0.01)
         assert counters.fetched_tokens > 4000
-    with pytest.raises(build.ConfigError, match="host_kv_tokens is 3, less than a page of 16"):
+    with pytest.raises(ConfigError, match="host_kv_tokens is 3, less than a page of 16"):
         build_engine(executor="virtual", host_kv_tokens=3)
-    with pytest.raises(build.ConfigError, match="host_kv_tokens is 64 and num_host_pages is 4: set only one of them"):
+    with pytest.raises(ConfigError, match="host_kv_tokens is 64 and num_host_pages is 4: set only one of them"):
         build_engine(executor="virtual", host_kv_tokens=64, num_host_pages=4)
 
 

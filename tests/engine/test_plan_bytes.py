@@ -14,7 +14,7 @@ import pytest
 
 from paceline.codec import TypedDecoder, encode
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cpu.executor import CpuModelRunner
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Capabilities, Executor, Result

@@ -23,7 +23,7 @@ from paceline.engine.cuda.quantised import keep_expanded, keep_quantised, quanti
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
-from paceline.engine.precision import Precision, WeightFormat
+from paceline.engine.precision import KernelFormat, Precision
 from paceline.kernels.binaries import compile_for, compile_variant
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.layouts import DraftWord
@@ -91,7 +91,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "num_pages": 200,
             "max_running": 3,
             "quantization": "fp8",
-            "formats": (WeightFormat(128),),
+            "formats": (KernelFormat(128),),
             "rank": Shard(1, 2),
         },
     ),
@@ -108,7 +108,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "max_running": 80,
             "draft_tokens": 4,
             "quantization": "gguf",
-            "formats": (WeightFormat(bits=((4, 8), (4,), (4,), (4, 8))),),
+            "formats": (KernelFormat(bits=((4, 8), (4,), (4,), (4, 8))),),
         },
     ),
     # Weights that are in memory in 16 bits, too, so that fewer rows are converted in registers.

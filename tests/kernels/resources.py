@@ -16,10 +16,13 @@ from typing import Any
 from triton import knobs
 
 from paceline.config import EngineConfig
-from paceline.engine.build import kernel_options
+from paceline.engine.build import resolve_here
+from paceline.engine.build.facts import gpu_of_arch
 from paceline.engine.cuda.variants import kernel_variants
 from paceline.kernels.binaries import KernelBinary, compile_for, compile_variant
 from paceline.kernels.variants import KernelVariant
+from paceline.model.files import UnloadedModel
+from paceline.model.registry import shape as named_shape
 
 _SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # per multiprocessor
 
@@ -40,7 +43,8 @@ def resources(binary: KernelBinary) -> str:
 def variants_of(shape: str, *options: str) -> list[KernelVariant]:
     """Engine options as in kv_dtype=fp8_e4m3."""
     given: dict[str, Any] = dict(option.split("=") for option in options)
-    return kernel_variants(*kernel_options(None, shape, EngineConfig(**given), {}))
+    found = resolve_here(EngineConfig(**given), {}, UnloadedModel(named_shape(shape)), device=gpu_of_arch(90))
+    return kernel_variants(found.specs, found.precision, found.scheduler)
 
 
 def main(shape: str, *names: str) -> None:

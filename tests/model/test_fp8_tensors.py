@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import EngineConfig
-from paceline.engine.build import choose_precision, weight_bytes, weight_formats
-from paceline.engine.cuda.quantised import keep_fp8, quantise_decoder, stored_weights
-from paceline.engine.precision import WeightFormat
+from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.precision import KernelFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantised_linear import QuantisedMatrix
 from paceline.model.decoder import Experts
+from paceline.model.files import open_files
 from paceline.model.layout import Shard, StoredTensor
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.spec import ModelError
 from paceline.model.stored_kv_scales import read_kv_scales
-from paceline.model.weights import check_files, load_decoder, stored_quantization
+from paceline.model.weights import load_decoder
 from paceline.parallel.threads import ThreadGroup
+from tests.resolving import keep_stored, kernel_formats, plan_of, quantization, why
 from tests.tiny_folder import EXPERTS, save_tiny_model
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "static"}
@@ -70,17 +70,17 @@ def save_fp8(path: Path, config: dict[str, Any], options: dict[str, Any] | None 
 def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config: dict[str, Any]) -> None:
     """Expanded on any device; kept on a GPU, except for blocks."""
     wanted = save_fp8(tmp_path / "model", config)
-    assert stored_quantization(tmp_path / "model") == ("none" if config is BLOCKS else "fp8")
-    assert check_files(tmp_path / "model").num_layers == 2
+    assert open_files(tmp_path / "model").spec.num_layers == 2
     expanded = load_decoder(tmp_path / "model", dtype="float32")
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     assert torch.equal(expanded.layers[1].qkv, torch.cat([wanted[name] for name in names]))
     assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
-    chosen = choose_precision(EngineConfig(), "cuda", tmp_path / "model").quantization
-    assert chosen == ("none" if config is BLOCKS else "fp8")
-    assert choose_precision(EngineConfig(), "cpu", tmp_path / "model").quantization == "none"
+    assert quantization(tmp_path / "model", "cuda") == ("none" if config is BLOCKS else "fp8")
+    if config is BLOCKS:
+        assert "expanded to bfloat16: only experts have kernels for scales of blocks" in why(tmp_path / "model", "cuda")
+    assert quantization(tmp_path / "model") == "none" and "a CPU has no kernels" in why(tmp_path / "model")
     if config is not BLOCKS:
-        kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep=keep_fp8)
+        kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep=keep_stored(tmp_path / "model", "fp8"))
         qkv: Any = kept.layers[1].qkv
         assert isinstance(qkv, QuantisedMatrix) and kept.dtype is torch.bfloat16
         assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
@@ -123,7 +123,7 @@ def test_scales_of_an_fp8_kv_cache_are_read(names: tuple[str, str], tmp_path: Pa
         for index, name in enumerate(names)
     }
     change(path, {"kv_cache_scheme": KV}, given)
-    assert check_files(path).num_layers == 2
+    assert open_files(path).spec.num_layers == 2
     model = load_decoder(path, dtype="float32")
     assert model.kv_scales is not None
     torch.testing.assert_close(model.kv_scales[:, :, 0], torch.tensor([[0.03, 1.03], [0.06, 1.06]]))
@@ -147,16 +147,17 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
     """With the values of the expanded ones, on ranks too, which cut blocks; everything else is expanded."""
     path = tmp_path / "model"
     wanted = save_fp8(path, config, EXPERTS)
-    chosen, spec = choose_precision(EngineConfig(), "cuda", path), check_files(path)
-    assert stored_quantization(path) == stored_quantization(path, tp=3) == chosen.quantization == "fp8"
-    assert weight_formats(chosen, [(spec, path)]) == (WeightFormat(128 if config is BLOCKS else 0),)
-    assert weight_bytes(chosen, spec, path, "cuda") == 2 * spec.num_parameters - spec.num_expert_parameters
+    plan, spec = plan_of(path, "cuda"), open_files(path).spec
+    assert plan.quantization == quantization(path, "cuda", tp=3) == "fp8"
+    format = KernelFormat(128 if config is BLOCKS else 0)
+    assert kernel_formats(path) == (format,)
+    assert plan.num_bytes == pytest.approx(2 * spec.num_parameters - spec.num_expert_parameters, rel=0.02)  # and scales
     # A rank would have one or two columns: fewer than a kernel multiplies at once.
-    assert stored_quantization(path, tp=100) == ("none" if config is BLOCKS else "fp8")
+    assert quantization(path, "cuda", tp=64) == ("none" if config is BLOCKS else "fp8")
     for groups in ([None], *(ThreadGroup.of_size(size) for size in (2, 3))):
         for group in groups:
             options: dict[str, Any] = {"dtype": "float32", "group": group}
-            kept = load_decoder(path, keep=stored_weights("fp8", spec), **options)
+            kept = load_decoder(path, keep=keep_stored(path, "fp8"), **options)
             expanded = load_decoder(path, **options)
             mine, theirs = kept.layers[0].mlp, expanded.layers[0].mlp
             assert isinstance(mine, Experts) and isinstance(theirs, Experts)
@@ -166,7 +167,7 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
                 (mine.expert_gate_up, theirs.expert_gate_up.clone()),
                 (mine.expert_down, theirs.expert_down.clone()),
             )
-            quantise_decoder(expanded, "fp8", weight_formats(chosen, [(spec, path)])[0])
+            quantise_decoder(expanded, "fp8", format)
             rounded: Any = expanded.layers[0].mlp
             for (found, values), same in zip(pairs, (rounded.expert_gate_up, rounded.expert_down), strict=True):
                 assert isinstance(found, Fp8Experts) and torch.equal(found.dequantise(), values)
@@ -229,10 +230,10 @@ def test_damaged_or_mislabelled_fp8_files_are_refused(tmp_path: Path) -> None:
         change(weights)  # type: ignore[no-untyped-call]
         save_file(weights, folder / "model.safetensors")
         with pytest.raises(ModelError, match=error):
-            check_files(folder)
+            open_files(folder)
     folder = tmp_path / "unnamed"
     save_fp8(folder, FP8)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
     with pytest.raises(ModelError, match="as F8_E4M3: use the unquantised model"):
-        check_files(folder)
+        open_files(folder)

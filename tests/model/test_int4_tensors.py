@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import choose_precision, kernel_options, weight_bytes, weight_formats
-from paceline.engine.cuda.quantised import keep_int4
-from paceline.engine.precision import WeightFormat
+from paceline.config import ConfigError
+from paceline.engine.precision import KernelFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
+from paceline.model.files import open_files
 from paceline.model.int4_tensors import int4_tensors
 from paceline.model.layout import StoredTensor
 from paceline.model.quantization_config import read_format
-from paceline.model.read_spec import read_spec
 from paceline.model.spec import ModelError
 from paceline.model.stored import _rows_of
-from paceline.model.weights import check_files, load_decoder, stored_group, stored_quantization
+from paceline.model.weights import load_decoder
+from paceline.weight_formats import INT4
+from tests.resolving import keep_stored, kernel_formats, plan_of, quantization, why
 from tests.tiny_int4 import AWQ, FORMATS, GPTQ, PACKED, PACKED_ZEROS, change_weights, save_int4, stored
 
 LAYER = "model.layers.0.mlp.up_proj"
@@ -37,30 +37,28 @@ def test_4_bit_checkpoints_have_the_values_of_their_scales(tmp_path: Path, name:
     """Expanded on any device; kept on a GPU."""
     path = tmp_path / "model"
     wanted = save_int4(path, FORMATS[name])
-    assert check_files(path).num_layers == 2
+    assert open_files(path).spec.num_layers == 2
     expanded = load_decoder(path, dtype="float32")
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
     assert torch.equal(expanded.layers[1].qkv, torch.cat([wanted[name] for name in names]))
     assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
-    kept = load_decoder(path, dtype="bfloat16", keep=keep_int4)
+    kept = load_decoder(path, dtype="bfloat16", keep=keep_stored(path, "int4"))
     qkv: Any = kept.layers[1].qkv
     assert isinstance(qkv, GroupwiseMatrix) and qkv.group == 32 and kept.dtype is torch.bfloat16
     assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
 
 
-def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path) -> None:
     path = tmp_path / "model"
     save_int4(path, AWQ)
-    assert stored_quantization(path) == "int4" and stored_group(path) == 32
-    kept = choose_precision(EngineConfig(), "cuda", path)
-    assert kept.quantization == "int4" and weight_formats(kept, [(read_spec(path), path)]) == (WeightFormat(32),)
-    wide, spec = EngineConfig(dtype="bfloat16", quantization="none"), read_spec(path)
-    assert weight_bytes(kept, spec, path, "cuda") < weight_bytes(wide, spec, path, "cuda")
-    assert kernel_options(path, None, EngineConfig(), {})[1].formats == (WeightFormat(32),)
-    assert choose_precision(EngineConfig(dtype="float16"), "cuda", path).quantization == "none"
-    assert choose_precision(EngineConfig(quantization="none"), "cuda", path).quantization == "none"
-    assert choose_precision(EngineConfig(tp=64), "cuda", path).quantization == "none"
-    assert "quantised weights are expanded to bfloat16: tp 64 divides columns" in caplog.text
+    kept, wide = plan_of(path, "cuda"), plan_of(path, "cuda", quantization="none")
+    assert kept.quantization == "int4" and kernel_formats(path) == (KernelFormat(32),)
+    assert kept.num_bytes < wide.num_bytes and wide.quantization == "none"
+    for options, reason in (
+        ({"dtype": "float16"}, "info: weights stored in 4 bits are expanded to float16: dtype is float16"),
+        ({"tp": 64}, "warning: weights stored in 4 bits are expanded to bfloat16: tp 64 divides columns"),
+    ):
+        assert quantization(path, "cuda", **options) == "none" and reason in why(path, "cuda", **options)
 
 
 def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None:
@@ -68,7 +66,7 @@ def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None
     path = tmp_path / "model"
     save_int4(path, GPTQ)
     change_weights(path, {f"{LAYER}.bias": torch.zeros(64)})
-    assert load_decoder(path, keep=keep_int4).layers[0].mlp.gate_up_bias is None  # type: ignore[union-attr]
+    assert load_decoder(path, keep=keep_stored(path, "int4")).layers[0].mlp.gate_up_bias is None  # type: ignore[union-attr]
     change_weights(path, {f"{LAYER}.bias": torch.ones(64)})
     with pytest.raises(ModelError, match=f"unexpected parameters {LAYER}.bias"):
         load_decoder(path)
@@ -87,12 +85,12 @@ def test_rows_of_a_fused_matrix_are_read_as_they_are_stored() -> None:
     assert found is not None
     whole = int4_tensors(tensors, found, "a file")["x.weight"]
     part = _rows_of(whole, 8, 8)
-    assert part.read_packed is not None
-    found_rows: Any = part.read_packed((slice(2, 4),), "cpu")
+    assert part.packed is not None and part.packed.format is INT4
+    found_rows: Any = part.packed.read((slice(2, 4),), "cpu")
     assert torch.equal(found_rows.values, values[10:12]) and torch.equal(found_rows.zeros, zeros[10:12])
     assert torch.equal(found_rows.dequantise(), whole.read(())[10:12])
-    assert part.read_quantised is not None and part.quantised_bits == 4
-    torch.testing.assert_close(part.read_quantised().dequantise(), whole.read(())[8:16], rtol=0, atol=1 / 128)
+    with_offsets = part.packed.read((), "cpu").with_offsets()
+    torch.testing.assert_close(with_offsets.dequantise(), whole.read(())[8:16], rtol=0, atol=1 / 128)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_damaged_or_mislabelled_4_bit_files_are_refused(
     (tmp_path / "model" / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
     change_weights(tmp_path / "model", changes)
     with pytest.raises(ModelError, match=error):
-        check_files(tmp_path / "model")
+        open_files(tmp_path / "model")
 
 
 def test_a_config_of_another_format_and_damaged_values_are_refused(tmp_path: Path) -> None:
@@ -142,7 +140,7 @@ def test_a_config_of_another_format_and_damaged_values_are_refused(tmp_path: Pat
     for config, error in ((PACKED, "has no weight_packed"), (None, "as I32: use the unquantised model")):
         (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
         with pytest.raises(ModelError, match=error):
-            check_files(path)
+            open_files(path)
     (path / "config.json").write_text(json.dumps(described))
     change_weights(path, {f"{LAYER}.g_idx": torch.zeros(32).int() + 1})
     with pytest.raises(ModelError, match="g_idx is not in order"):
@@ -162,4 +160,4 @@ def test_a_config_of_another_format_and_damaged_values_are_refused(tmp_path: Pat
 )
 def test_rounding_to_4_bits_is_refused_where_no_kernel_supports_it(options: Any, device: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        choose_precision(EngineConfig(quantization="int4", **options), device, None)
+        plan_of(None, device, quantization="int4", **options)

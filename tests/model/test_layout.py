@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from contiguous_cache import ContiguousCache, attention
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
+from paceline.model.files import ModelFiles
 from paceline.model.layout import Shard, StoredTensor, stored_parts, target_shapes
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError, ModelSpec
@@ -57,12 +59,11 @@ def load(spec: ModelSpec, stored: dict[str, Tensor], shard: Shard) -> dict[str, 
         return StoredTensor(tuple(tensor.shape), tensor.nbytes, lambda part: tensor[part])
 
     return fuse_weights(
-        spec,
-        {name: read(tensor) for name, tensor in stored.items()},
-        source="memory",
+        ModelFiles(Path("memory"), spec, {name: read(tensor) for name, tensor in stored.items()}),
         dtype="float32",
         device="cpu",
         progress=None,
+        keep={},
         shard=shard,
     )
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import choose_precision, weight_bytes
-from paceline.engine.cuda.quantised import stored_weights
+from paceline.config import ConfigError
 from paceline.kernels.expert_weights import Mxfp4Experts
 from paceline.model.decoder import Experts
+from paceline.model.files import open_files
 from paceline.model.quantization_config import read_format
 from paceline.model.spec import ModelError
-from paceline.model.weights import check_files, load_decoder, stored_quantization
+from paceline.model.weights import load_decoder
 from paceline.parallel.threads import ThreadGroup
 from tests.lazy import Lazy
+from tests.resolving import keep_stored, plan_of, quantization, why
 
 transformers = Lazy("transformers")
 
@@ -95,22 +95,23 @@ def test_ranks_read_their_columns(size: int, tmp_path: Path) -> None:
     assert sum(part.expert_down.shape[-1] for part in parts if isinstance(part, Experts)) == FFN
 
 
-def test_experts_are_kept_as_they_are_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_experts_are_kept_as_they_are_stored(tmp_path: Path) -> None:
     """On a GPU, with the values of the expanded ones, on ranks too if they have whole blocks."""
     save_mxfp4(tmp_path)
-    spec, chosen = check_files(tmp_path), choose_precision(EngineConfig(), "cuda", tmp_path)
-    assert chosen.quantization == stored_quantization(tmp_path, tp=2) == "mxfp4" and chosen.dtype == "bfloat16"
-    for config in (EngineConfig(tp=4), EngineConfig(quantization="none"), EngineConfig(dtype="float32")):
-        assert choose_precision(config, "cuda", tmp_path).quantization == "none"
-    assert caplog.messages == ["quantised weights are expanded to bfloat16: tp 4 divides columns that have one scale"]
-    assert choose_precision(EngineConfig(), "cpu", tmp_path).quantization == "none"
+    spec, plan = open_files(tmp_path).spec, plan_of(tmp_path, "cuda")
+    assert plan.quantization == quantization(tmp_path, "cuda", tp=2) == "mxfp4" and plan.dtype == "bfloat16"
+    for options in ({"tp": 4}, {"quantization": "none"}, {"dtype": "float32"}):
+        assert quantization(tmp_path, "cuda", **options) == "none"
+    divided = "warning: weights stored in MXFP4 are expanded to bfloat16: tp 4 divides columns that have one scale"
+    assert why(tmp_path, "cuda", tp=4) == divided
+    assert quantization(tmp_path) == "none" and "a CPU has no kernels for them" in why(tmp_path)
     with pytest.raises(ConfigError, match="quantization is 'mxfp4' and the device is a CPU: leave it out"):
-        choose_precision(EngineConfig(quantization="mxfp4"), "cpu", tmp_path)
+        plan_of(tmp_path, quantization="mxfp4")
     expected_bytes = 2 * (spec.num_parameters - spec.num_expert_parameters) + spec.num_expert_parameters * 17 // 32
-    assert weight_bytes(chosen, spec, tmp_path, "cuda") == pytest.approx(expected_bytes, abs=1)
+    assert plan.num_bytes == expected_bytes
     for group in (None, *ThreadGroup.of_size(2)):
         options: dict[str, Any] = {"dtype": "float32", "group": group}
-        kept = load_decoder(tmp_path, keep=stored_weights("mxfp4", spec), **options)
+        kept = load_decoder(tmp_path, keep=keep_stored(tmp_path, "mxfp4"), **options)
         for mine, theirs in zip(kept.layers, load_decoder(tmp_path, **options).layers, strict=True):
             assert isinstance(mine.mlp, Experts) and isinstance(theirs.mlp, Experts)
             assert torch.equal(mine.qkv, theirs.qkv) and torch.equal(mine.mlp.router, theirs.mlp.router)
@@ -128,7 +129,7 @@ def test_a_scale_that_kernels_cannot_multiply_with_is_refused(tmp_path: Path) ->
     weights["model.layers.1.mlp.experts.down_proj_scales"][2, 5, 1] = 255
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"down_proj has a scale of 2\^128: set quantization to none"):
-        load_decoder(tmp_path, keep=stored_weights("mxfp4", check_files(tmp_path)))
+        load_decoder(tmp_path, keep=keep_stored(tmp_path, "mxfp4"))
 
 
 def blocks_of_eight(weights: dict[str, Any], name: str) -> None:
@@ -160,7 +161,7 @@ def test_wrong_files_are_refused(change: Any, message: str, tmp_path: Path) -> N
     change(weights, "model.layers.1.mlp.experts.down_proj")
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=message):
-        check_files(tmp_path)
+        open_files(tmp_path)
 
 
 def test_a_config_that_names_mxfp4_needs_blocks(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_config_that_names_mxfp4_needs_blocks(tmp_path: Path) -> None:
     weights = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if "experts" not in name}
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="has no MXFP4 blocks, which its config names"):
-        check_files(tmp_path)
+        open_files(tmp_path)
 
 
 def test_formats_by_name() -> None:

@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from paceline.model import quantised
+from paceline.model.files import open_files
 from paceline.model.gguf_file import open_gguf
-from paceline.model.gguf_tensors import is_quantised, quantised_bits, read_quantised
-from paceline.model.layout import is_matrix, target_shapes
+from paceline.model.gguf_tensors import packed_form, read_quantised
+from paceline.model.layout import PackedForm, is_matrix, target_shapes
 from paceline.model.quantised import GROUP, QuantisedTensor, concatenate, quantise
-from paceline.model.weights import QuantisedWeights, quantised_bytes
+from paceline.model.weights import QuantisedWeights
+from tests.resolving import plan_of, source_of
 from tests.tiny_folder import save_tiny_model
+from tests.tiny_gguf import save_gguf
 
 Q = gguf.GGMLQuantizationType
 KEPT = {Q.Q4_0: 4, Q.Q4_1: 4, Q.Q4_K: 4, Q.Q5_0: 8, Q.Q5_1: 8, Q.Q5_K: 8, Q.Q8_0: 8}
@@ -43,6 +46,10 @@ def write(path: Path, kind: gguf.GGMLQuantizationType, rows: int = 6) -> np.ndar
     return gguf.dequantize(raw, kind).astype(np.float32).reshape(rows, -1)
 
 
+def form_of(path: Path) -> PackedForm:
+    return packed_form(open_gguf(path).tensors["matrix"], lambda *_: None)  # type: ignore[arg-type, return-value]
+
+
 def read(path: Path) -> QuantisedTensor:
     file = open_gguf(path)
     return read_quantised(file, file.tensors["matrix"])
@@ -52,7 +59,7 @@ def read(path: Path) -> QuantisedTensor:
 def test_these_types_are_kept_as_they_are(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     expected = write(tmp_path / "t.gguf", kind)
     found = read(tmp_path / "t.gguf")
-    assert found.bits == quantised_bits(open_gguf(tmp_path / "t.gguf").tensors["matrix"]) == KEPT[kind]
+    assert found.bits == form_of(tmp_path / "t.gguf").format.bits == KEPT[kind]
     # Products of two scales have more digits than float16.
     tolerance = 2**-10 * float(np.abs(expected).max()) if kind.name.endswith("_K") else 0
     np.testing.assert_allclose(found.dequantise().numpy(), expected, rtol=0, atol=tolerance)
@@ -64,7 +71,7 @@ def test_these_types_are_kept_as_they_are(kind: gguf.GGMLQuantizationType, tmp_p
 def test_other_types_are_rounded_to_eight_bits(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     expected = torch.from_numpy(write(tmp_path / "t.gguf", kind))
     found = read(tmp_path / "t.gguf")
-    assert found.bits == quantised_bits(open_gguf(tmp_path / "t.gguf").tensors["matrix"]) == 8
+    assert found.bits == form_of(tmp_path / "t.gguf").format.bits == 8
     largest = expected.view(len(expected), -1, GROUP).abs().amax(-1).repeat_interleave(GROUP, 1)
     assert ((found.dequantise() - expected).abs() <= largest / 250).all()
 
@@ -72,17 +79,23 @@ def test_other_types_are_rounded_to_eight_bits(kind: gguf.GGMLQuantizationType, 
 def test_a_file_is_quantised_if_most_of_its_weights_are(tmp_path: Path) -> None:
     for kind, expected in ((Q.Q4_1, True), (Q.Q8_0, True), (Q.F16, False), (Q.BF16, False)):
         write(tmp_path / f"{kind.name}.gguf", kind)
-        assert is_quantised(open_gguf(tmp_path / f"{kind.name}.gguf")) is expected
+        assert form_of(tmp_path / f"{kind.name}.gguf").is_stored is expected
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for count, quantization in ((2, "gguf"), (7, None)):
+        path = save_gguf(tmp_path / f"{count}.gguf", kinds=dict.fromkeys(matrices[:count], Q.F32))
+        assert open_files(path).quantization == quantization
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("q4", 4), ("q8", 8)])
 def test_the_memory_of_the_weights_is_known_before_they_are_read(tmp_path: Path, quantization: str, bits: int) -> None:
     path = save_tiny_model(tmp_path / "model")
-    weights = QuantisedWeights(path, quantization=quantization)
-    matrices = [weights.matrix(name) for name in target_shapes(weights.spec) if is_matrix(name)]
+    files, plan = source_of(path).files, plan_of(path, quantization=quantization)
+    assert files is not None
+    weights = QuantisedWeights(files, plan)
+    matrices = [weights.matrix(name) for name in target_shapes(files.spec) if is_matrix(name)]
     expected = sum(one.values.numel() * bits // 8 + 2 * (one.scales.numel() + one.offsets.numel()) for one in matrices)
     expected += sum(4 * vector.numel() for vector in weights.vectors.values())
-    assert quantised_bytes(path, quantization) == expected
+    assert plan.num_bytes == expected
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cpu.model import CpuModel
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder

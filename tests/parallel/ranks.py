@@ -14,7 +14,8 @@ from torch import Tensor
 
 from paceline.codec import encode
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble, build_executor
+from paceline.engine.build.assemble import assemble
+from paceline.engine.build.executor import build_executor
 from paceline.engine.cpu.model import CpuModel
 from paceline.engine.executor import Completion, Executor
 from paceline.engine.rank_copies import CopyReports, RankCopier, RankMemory

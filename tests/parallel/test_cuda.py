@@ -17,7 +17,6 @@ from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.quantised import keep_int4, keep_quantised
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
 from paceline.engine.parallel_executor import ParallelExecutor
@@ -26,7 +25,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layout import Shard, target_shapes
 from paceline.model.lora import LoraFile, LoraWeights
-from paceline.model.weights import Keep, load_decoder, shard_weights, stored_quantization
+from paceline.model.weights import load_decoder, shard_weights
 from paceline.parallel.threads import ThreadGroup
 from paceline.request import Grammar, SamplingParams
 from paceline.sampling.types import Bits, Drafts, Masks
@@ -41,6 +40,7 @@ from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
 from tests.engine.cuda.test_lora import write_adapters
 from tests.parallel.ranks import ThreadRanks
+from tests.resolving import keep_stored, plan_of
 from tests.tiny_gguf import save_gguf
 from tests.tiny_int4 import AWQ, save_int4
 
@@ -196,9 +196,9 @@ def _fused(whole: Decoder) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("max_rows", [2, 224])
-@pytest.mark.parametrize(("quantization", "keep"), [("gguf", keep_quantised), ("int4", keep_int4)])
+@pytest.mark.parametrize("quantization", ["gguf", "int4"])
 def test_ranks_divide_weights_in_groups(
-    tmp_path: Path, quantization: str, keep: Keep, max_rows: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quantization: str, max_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a GGUF file and of a 4-bit checkpoint, converted in registers and expanded. Ranks have different numbers."""
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", max_rows)
@@ -207,7 +207,8 @@ def test_ranks_divide_weights_in_groups(
         save_gguf(path)
     else:
         save_int4(path, AWQ, {"head_dim": 32})
-    assert stored_quantization(path, tp=2) == quantization and stored_quantization(path, tp=64) == "none"
+    assert plan_of(path, "cuda", quantization=quantization, tp=2).is_stored
+    keep = keep_stored(path, quantization)
 
     def load(group: TurnGroup | None) -> Decoder:
         return load_decoder(path, dtype="float32", max_positions=CONTEXT, group=group, keep=keep)

@@ -14,7 +14,7 @@ import torch
 
 from paceline.checks.weights import write_folder
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine.build import _pipeline
+from paceline.engine.build.assemble import _pipeline
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.stages import FirstCudaStage, LaterCudaStage

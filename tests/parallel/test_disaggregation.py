@@ -20,7 +20,9 @@ from torch import Tensor
 from paceline.cluster.kv_protocol import layout_of
 from paceline.cluster.kv_transfer import GRACE_S
 from paceline.config import EngineConfig, ServerConfig, check_replicas
-from paceline.engine.build import assemble, build_engine, build_executor
+from paceline.engine.build import build_engine
+from paceline.engine.build.assemble import assemble
+from paceline.engine.build.executor import build_executor
 from paceline.engine.cpu.model import CpuModel
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job

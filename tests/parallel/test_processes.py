@@ -202,7 +202,7 @@ def test_the_report_of_a_rank_takes_the_place_of_its_closed_connection(monkeypat
         raise RuntimeError("connection closed by peer")
 
     monkeypatch.setattr(RankProcesses, "connect", with_another_device)
-    monkeypatch.setattr(build, "_links", closed)
+    monkeypatch.setattr(build, "links", closed)
     with pytest.raises(ConfigError, match="rank 1 of 2: device is 'gone'"):
         LLM(**TINY, tp=2)
 

@@ -22,9 +22,10 @@ from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
 from paceline.engine.kv_sizing import num_kv_pages
-from paceline.engine.precision import FP8_KV, GPU_FORMATS, GROUPWISE_FORMATS, Precision
+from paceline.engine.precision import FP8_KV, Precision
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.extend_attention import extend_tuning
+from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.layouts import adjust_words
 from paceline.kernels.linear import decode_tuning
 from paceline.model.decoder import Decoder
@@ -77,9 +78,9 @@ def build_cuda(
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
     for one in decoders:
-        if config.quantization in GPU_FORMATS:
-            quantise_decoder(one, config.quantization)
-        if config.quantization in GROUPWISE_FORMATS and given is not None:
+        if precision.quantization != "none":
+            quantise_decoder(one, precision.quantization)
+        if isinstance(one.layers[0].qkv, GroupwiseMatrix) and given is not None:
             wanted = (config.num_kv_pages(scheduler, given) or 0) * page_size * kv_bytes
             keep_expanded(one, streams.free_memory() - wanted)
     models = [

@@ -26,7 +26,6 @@ after its last layer, which the next stage gets, are the residual stream, withou
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,9 +35,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import ConfigError
 from paceline.engine.cuda.experts import ExpertBuffers, RoutedExperts
 from paceline.engine.cuda.groupwise import max_groupwise_rows
+from paceline.engine.cuda.limits import check_supported
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.cuda.lora import CudaLora, LoraSizes
 from paceline.engine.cuda.quantised import (
@@ -71,7 +70,6 @@ from paceline.kernels.slot_state import SlotState
 from paceline.kernels.soft_cap import soft_cap
 from paceline.model.decoder import Decoder, Experts, Mlp, full_qk_factors
 from paceline.model.rank_group import RankGroup, vocabulary_widths
-from paceline.model.spec import ModelSpec
 
 GemmTuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated -> fused kernel; None: cuBLAS
 AttentionKernels = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 2K) D], out [T, Q D]
@@ -82,26 +80,6 @@ _LARGE_MATRIX_WITH_EXPERTS = 3 << 22
 _MAX_SPLIT_K = 4
 _MIN_BLOCK_N = 4  # of GEMMs that add to the residual stream
 _MIN_SPLIT_ROWS = 32  # with half as many rows, K is split into twice as many parts
-_EXPERT_ACTIVATIONS = ("silu", "clamped_swiglu")
-_UNSUPPORTED_FIELDS: tuple[str, ...] = ()  # of ModelSpec
-
-
-def check_supported(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model that the kernels cannot compute. One that learns an option leaves the list."""
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if field.name in _UNSUPPORTED_FIELDS and value != field.default:
-            raise ConfigError(f"{field.name} is {value!r}, which device cuda does not support: choose device cpu.")
-    if spec.num_experts and (spec.norm_placement != "pre" or spec.activation not in _EXPERT_ACTIVATIONS):
-        raise ConfigError(
-            f"num_experts is {spec.num_experts}, norm_placement {spec.norm_placement!r} and activation "
-            f"{spec.activation!r}: device cuda has experts with norms before blocks and "
-            f"{' or '.join(_EXPERT_ACTIVATIONS)} only; choose device cpu."
-        )
-    if spec.activation == "clamped_swiglu" and (spec.has_dense_layers or spec.shared_expert_ffn_size):
-        raise ConfigError("activation is 'clamped_swiglu': device cuda has it for experts only; choose device cpu.")
-    if spec.head_dim % 16:
-        raise ConfigError(f"head_dim is {spec.head_dim}: device cuda needs a multiple of 16; choose device cpu.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

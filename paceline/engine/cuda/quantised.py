@@ -19,7 +19,7 @@ in the dtype of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -27,11 +27,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.config import ConfigError
 from paceline.engine.cuda.groupwise import ExpandedWeights, groupwise_tuning, max_groupwise_rows
 from paceline.engine.cuda.linear_weights import LinearWeights
-from paceline.engine.precision import OFFSET_FORMATS, WeightFormat, rounding_group
-from paceline.kernels.expert_weights import GROUP as MXFP4_GROUP
+from paceline.engine.precision import KernelFormat, rounding_group
 from paceline.kernels.expert_weights import (
     Fp8Experts,
     Mxfp4Experts,
@@ -50,11 +48,14 @@ from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import apply_scales, quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
-from paceline.model.decoder import Decoder, Experts, Mlp
+from paceline.model.decoder import Decoder, Experts
 from paceline.model.fp8_tensors import block_of_part
-from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor, QuantisedTensor, quantise
+from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor, PackedTensor, QuantisedTensor, quantise
 from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
+from paceline.model.weights import Keep
+from paceline.model.weights_plan import WeightsPlan
+from paceline.weight_formats import FP8, GGUF_FORMATS, MXFP4, Q8, WEIGHT_FORMATS, MatrixKind, title_of
 
 _MAX_FP8_ROWS = 16  # rows up to which FP8 weights are converted in registers
 _MAX_EXPANDED_SHARE = 0.4  # of the free memory; the KV cache needs the rest
@@ -274,38 +275,28 @@ def load_library_kernels(
             buffers.many.load_kernel(weights.quantised, rows, out[:rows])
 
 
-def quantise_decoder(decoder: Decoder, quantization: str, format: WeightFormat | None = None) -> None:
-    """Rounds the matrices of all layers to FP8, 4 or 8 bits, in place, one layer after the other; those that were
-    stored so stay. Of a mixture of experts: those of the experts, to FP8 or MXFP4. format: of a checkpoint, so that a
-    decoder without data has its kernels: where matrices differ in bits, the first half of the layers has the fewest.
-    None: 4 bits in groups as `rounding_group` chooses, and FP8 with a scale per row. A model without experts has
-    nothing in MXFP4."""
+def quantise_decoder(decoder: Decoder, quantization: str, format: KernelFormat | None = None) -> None:
+    """Rounds the matrices of all layers, in place, one layer after the other; those that were stored so stay. Of a
+    mixture of experts: those of the experts. What has no kernels, a plan has refused. format: of a checkpoint, so that
+    a decoder without data has its kernels: where matrices differ in bits, the first half of the layers has the fewest.
+    None: as `rounding_group` chooses. A model without experts has nothing in MXFP4."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
-    if spec.num_experts and quantization in ("fp8", "mxfp4"):
+    if spec.num_experts:
         _quantise_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
         return
-    if quantization == "mxfp4":
+    if quantization == MXFP4.name:
         return
-    if spec.norm_placement != "pre" or spec.activation != "silu":
-        raise ConfigError(
-            f"quantization is {quantization!r}, norm_placement {spec.norm_placement!r} and activation "
-            f"{spec.activation!r}: such weights need norms before blocks and silu; set quantization to none."
-        )
-
-    if any(type(layer.mlp) is not Mlp for layer in layers):
-        raise ConfigError(f"quantization is {quantization!r} and the model has a mixture of experts: set it to none.")
-
-    default = (4 if quantization == "q4" else 8,)
-    bits = format.bits if format is not None and format.bits else (default,) * 4
+    chosen = WEIGHT_FORMATS.get(quantization, Q8)  # of a GGUF file: what has another format is rounded to this
+    bits = format.bits if format is not None and format.bits else ((chosen.bits,),) * 4
+    group = format.group if format is not None and format.group else None
 
     def rounded(weight: Tensor, bits: int) -> Any:
-        if quantization == "fp8":
+        if chosen is FP8:
             return quantise_fp8(weight)
-        if quantization in OFFSET_FORMATS:
+        if chosen in GGUF_FORMATS:
             return keep_quantised(quantise(weight, bits))
-        group = rounding_group(decoder.whole_spec, decoder.shard.size) if format is None else format.group
-        return quantise_int4(weight, group)
+        return quantise_int4(weight, group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size))
 
     for index, layer in enumerate(layers):
         if not isinstance(layer.qkv, Tensor):
@@ -313,8 +304,7 @@ def quantise_decoder(decoder: Decoder, quantization: str, format: WeightFormat |
         qkv, out, gate_up, down = ((min if 2 * index < len(layers) else max)(each) for each in bits)
         mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up, gate_up), down=rounded(layer.mlp.down, down))
         layers[index] = replace(layer, qkv=rounded(layer.qkv, qkv), out=rounded(layer.out, out), mlp=mlp)
-    name = {"fp8": "FP8", "gguf": "4 and 8 bits", "q8": "8 bits"}.get(quantization, "4 bits")
-    decoder.precision = f"{decoder.precision}, weights in {name}"
+    decoder.precision = f"{decoder.precision}, weights in {title_of(quantization)}"
 
 
 def keep_expanded(decoder: Decoder, free: int) -> None:
@@ -336,55 +326,60 @@ def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -
     """in_blocks: FP8 as this rank has it of a checkpoint with a scale per block."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
-    if quantization == "mxfp4" and (spec.hidden_size % MXFP4_GROUP or spec.expert_ffn_size % MXFP4_GROUP):
-        raise ConfigError(
-            f"quantization is 'mxfp4' and experts have {spec.hidden_size} and {spec.expert_ffn_size} columns: they "
-            f"must be multiples of {MXFP4_GROUP}; set quantization to none."
-        )
     gate_up, down = None, None
-    if in_blocks and quantization == "fp8":
+    if in_blocks and quantization == FP8.name:
         part = decoder.shard.aligned_part(decoder.whole_spec.expert_ffn_size)
         gate_up = block_of_part(part.start, spec.expert_ffn_size), block_of_part(0)
         down = block_of_part(0, spec.hidden_size), block_of_part(part.start)
     for index, layer in enumerate(layers):
         if isinstance(layer.mlp, Experts) and isinstance(layer.mlp.expert_gate_up, Tensor):
             matrices: dict[str, Any] = {
-                name: quantise_mxfp4(matrix) if quantization == "mxfp4" else quantise_fp8_experts(matrix, block)
+                name: quantise_mxfp4(matrix) if quantization == MXFP4.name else quantise_fp8_experts(matrix, block)
                 for name, matrix, block in (
                     ("expert_gate_up", layer.mlp.expert_gate_up, gate_up),
                     ("expert_down", layer.mlp.expert_down, down),
                 )
             }
             layers[index] = replace(layer, mlp=replace(layer.mlp, **matrices))
-    decoder.precision = f"{decoder.precision}, experts in {quantization.upper()}"
+    decoder.precision = f"{decoder.precision}, experts in {title_of(quantization)}"
 
 
-def keep_int4(tensor: Int4Tensor) -> GroupwiseMatrix:
-    """A matrix of a 4-bit checkpoint, on the device of the tensor."""
-    return pack_groupwise(tensor.values, tensor.scales, tensor.zeros, tensor.group)
+def keepers(plan: WeightsPlan, spec: ModelSpec) -> dict[str, Keep]:
+    """Of each matrix that stays as it is stored, how it is kept."""
+    return {
+        one.name: partial(keep_experts, num_experts=spec.num_experts) if one.kind is MatrixKind.EXPERTS else keep
+        for one in plan.matrices
+        if one.packed is not None
+    }
+
+
+def keep(tensor: PackedTensor) -> QuantisedMatrix | GroupwiseMatrix:
+    """A matrix of a checkpoint, on the device of the tensor."""
+    match tensor:
+        case Fp8Tensor():
+            return QuantisedMatrix(tensor.values, tensor.scales.contiguous())
+        case Int4Tensor():
+            return pack_groupwise(tensor.values, tensor.scales, tensor.zeros, tensor.group)
+        case QuantisedTensor():
+            return keep_quantised(tensor)
+    raise AssertionError(f"a plan keeps no {type(tensor).__name__}")
 
 
 def keep_quantised(tensor: QuantisedTensor) -> GroupwiseMatrix:
-    """A matrix of a GGUF file, on the device of the tensor."""
     return pack_with_offsets(tensor.values, tensor.scales, tensor.offsets, bits=tensor.bits)
 
 
-def keep_fp8(tensor: Fp8Tensor) -> QuantisedMatrix:
-    """A matrix of an FP8 checkpoint, on the device of the tensor."""
-    return QuantisedMatrix(tensor.values, tensor.scales.contiguous())
-
-
-def stored_weights(quantization: str, spec: ModelSpec) -> Callable[[Any], Any]:
-    """How the matrices of a checkpoint with this format are kept."""
-    if spec.num_experts:
-        keep_experts = keep_mxfp4_experts if quantization == "mxfp4" else keep_fp8_experts
-        return partial(keep_experts, num_experts=spec.num_experts)
-    keep: dict[str, Callable[[Any], Any]] = {"fp8": keep_fp8, "int4": keep_int4, "gguf": keep_quantised}
-    return keep[quantization]
+def keep_experts(tensor: PackedTensor, num_experts: int) -> Fp8Experts | Mxfp4Experts:
+    """All experts of a layer behind each other, on the device of the tensor."""
+    match tensor:
+        case Fp8Tensor():
+            return keep_fp8_experts(tensor, num_experts)
+        case Mxfp4Tensor():
+            return keep_mxfp4_experts(tensor, num_experts)
+    raise AssertionError(f"a plan keeps no experts in {type(tensor).__name__}")
 
 
 def keep_fp8_experts(tensor: Fp8Tensor, num_experts: int) -> Fp8Experts:
-    """All experts of an FP8 checkpoint behind each other, on the device of the tensor."""
     num_rows, num_columns = tensor.values.shape
     scales = tensor.scales.view(num_experts, num_rows // num_experts // tensor.rows, -1).transpose(1, 2).contiguous()
     values = tensor.values.view(num_experts, -1, num_columns)
@@ -392,7 +387,6 @@ def keep_fp8_experts(tensor: Fp8Tensor, num_experts: int) -> Fp8Experts:
 
 
 def keep_mxfp4_experts(tensor: Mxfp4Tensor, num_experts: int) -> Mxfp4Experts:
-    """All experts of an MXFP4 checkpoint behind each other, on the device of the tensor."""
     blocks, scales = (one.view(num_experts, -1, *one.shape[1:]) for one in (tensor.values, tensor.scales))
     return pack_mxfp4(blocks, scales)
 

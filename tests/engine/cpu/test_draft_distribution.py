@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.registry import shape

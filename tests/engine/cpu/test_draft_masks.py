@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput

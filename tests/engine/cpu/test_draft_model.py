@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine import build
+from paceline.engine.build import executor, resolution
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.llm import LLM, RequestOutput
+from paceline.model.files import UnloadedModel
 from paceline.model.registry import shape
 from paceline.model.spec import ModelError
-from paceline.model.weights import QuantisedWeights, random_decoder
+from paceline.model.weights import random_decoder
 from paceline.request import Request, SamplingParams
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.plan import DRAFT_DEPTHS
@@ -124,17 +125,21 @@ def test_the_precision_of_a_draft_model_follows_from_its_own_file(
 ) -> None:
     """As that of any model: `auto` keeps a quantised file as it is, and only that."""
     path, draft = (save_tiny_model(tmp_path / name, seed=index) for index, name in enumerate(("model", "draft")))
-    kept = QuantisedWeights(draft, quantization="q8")
-    monkeypatch.setattr(build, "_is_quantised", lambda found: found == draft)
-    monkeypatch.setattr(build, "QuantisedWeights", lambda found, **_: kept)
+    choose = resolution.choose_weights
+
+    def as_if_quantised(source: UnloadedModel, config: EngineConfig, *rest: Any, **options: Any) -> Any:
+        is_draft = source.files is not None and source.files.path == draft
+        return choose(source, replace(config, quantization="q8") if is_draft else config, *rest, **options)
+
+    monkeypatch.setattr(resolution, "choose_weights", as_if_quantised)
     found: list[DecoderModel | None] = []
-    make = build.build_cpu
+    make = executor.build_cpu
 
     def record(decoder: DecoderModel, config: EngineConfig, scheduler: SchedulerConfig, draft: Any) -> CpuExecutor:
         found.extend([decoder, draft])
         return make(decoder, config, scheduler, draft)
 
-    monkeypatch.setattr(build, "build_cpu", record)
+    monkeypatch.setattr(executor, "build_cpu", record)
     plain, _ = run_folder(path, SAMPLED)
     outputs, _ = run_folder(path, SAMPLED, speculate="draft", draft_model=str(draft))
     assert tokens(outputs) == tokens(plain)

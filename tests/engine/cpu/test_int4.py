@@ -10,18 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paceline.config import EngineConfig
 from paceline.doctor.model_files import check_model_memory
-from paceline.engine import build
-from paceline.engine.cpu.native import NativeError, native_library
+from paceline.engine.cpu.native import native_library
 from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.llm import LLM, RequestOutput
+from paceline.model.files import open_files
 from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.quantised import Int4Tensor, QuantisedTensor, quantise
 from paceline.model.read_spec import read_spec
+from paceline.model.spec import ModelError
 from paceline.model.weights import QuantisedWeights, load_decoder
 from paceline.request import SamplingParams
 from tests.helpers import needs_compiler
+from tests.resolving import plan_of, quantization, source_of, why
 from tests.tiny_int4 import AWQ, FORMATS, GPTQ, change_weights, save_int4
 
 PROMPTS = [[5, 6, 7, 8, 9, 200, 201], [400, 3]]
@@ -68,10 +69,9 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(
 def test_offsets_are_rounded_to_float16(tmp_path: Path, name: str) -> None:
     """By less than 1/128 of a step between two values; tables in 16 bits become 8 bits."""
     save_int4(tmp_path / "model", FORMATS[name])
-    weights, exact = (
-        QuantisedWeights(tmp_path / "model", quantization="auto"),
-        load_decoder(tmp_path / "model", dtype="float32"),
-    )
+    files = open_files(tmp_path / "model")
+    weights = QuantisedWeights(files, plan_of(tmp_path / "model"))
+    exact = load_decoder(files, dtype="float32")
     qkv = weights.matrix("1.qkv")
     error = (qkv.dequantise() - exact.layers[1].qkv).abs()
     assert qkv.bits == 4 and int(qkv.values.max()) == 15 and int(qkv.values.min()) == 0
@@ -87,7 +87,7 @@ def test_wide_groups_are_divided(dtype: torch.dtype) -> None:
     values = torch.randint(0, 16, (6, 256), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     scales = torch.tensor([[0.003, 0.04]] * 6).to(dtype)
     stored = Int4Tensor(values, scales, torch.tensor([[1, 16], [2, 8], [3, 5], [7, 11], [13, 15], [0, 9]]), 128)
-    found = stored.to_quantised()
+    found = stored.with_offsets()
     assert found.scales.shape == found.offsets.shape == (6, 8)
     steps = scales.float().repeat_interleave(128, 1)
     assert ((found.dequantise() - stored.dequantise()).abs() <= steps / 128).all()
@@ -108,40 +108,36 @@ def test_the_memory_of_4_bit_weights_is_known_before_they_are_read(
     wanted = save_int4(path, GPTQ)
     spec, stored_wide = read_spec(path), dict.fromkeys(("qweight", "qzeros", "scales", "g_idx"))
     for bits in (4, 8):
-        config = build.choose_precision(EngineConfig(), "cpu", path)
-        assert (config.dtype, config.quantization) == ("float32", "auto")
-        weights = QuantisedWeights(path, quantization="auto")
+        plan, files = plan_of(path), source_of(path).files
+        assert (plan.dtype, plan.quantization) == ("float32", "int4") and files is not None
+        weights = QuantisedWeights(files, plan)
         matrices = {name: weights.matrix(name) for name in target_shapes(spec) if is_matrix(name)}
         assert matrices["0.qkv"].bits == bits and matrices["1.qkv"].bits == matrices["0.down"].bits == 4
-        assert build.weight_bytes(config, spec, path, "cpu") == memory([*matrices.values()], weights.vectors)
+        assert plan.num_bytes == memory([*matrices.values()], weights.vectors)
         change_weights(path, {f"{LAYER}.k_proj.{part}": None for part in stored_wide})
         change_weights(path, {f"{LAYER}.k_proj.weight": wanted[f"{LAYER}.k_proj.weight"].half()})
     error = matrices["0.qkv"].dequantise() - load_decoder(path, dtype="float32").layers[0].qkv
     assert float(error.abs().max()) < 1 / 254
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "quantised, as in the file" in next(check_model_memory(path, spec)).text
+    assert "float32, weights in 4 bits" in next(check_model_memory(files)).text
 
 
 @needs_compiler
-def test_4_bits_are_expanded_where_no_kernel_keeps_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_4_bits_are_expanded_where_no_kernel_keeps_them(tmp_path: Path) -> None:
     path = tmp_path / "model"
     save_int4(path, AWQ)
-    for options in ({"quantization": "none"}, {"dtype": "bfloat16"}, {"tp": 2}, {"pp": 2}):
-        assert build.choose_precision(EngineConfig(**options), "cpu", path).quantization == "none"  # type: ignore[arg-type]
-    assert not caplog.text
-
-    def fail() -> None:
-        raise NativeError("there is no C compiler: install gcc or clang")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "native_library", fail)
-        config = build.choose_precision(EngineConfig(), "cpu", path)
-    assert (config.dtype, config.quantization) == ("float32", "none")
-    assert "expanded to float32, which is slower" in caplog.text and "no C compiler: install gcc" in caplog.text
+    assert quantization(path, quantization="none") == "none"
+    error = "there is no C compiler: install gcc"
+    for options, reason in (
+        ({"dtype": "bfloat16"}, "info: weights stored in 4 bits are expanded to bfloat16: dtype is bfloat16"),
+        ({"tp": 2}, "compute a whole model, and tp or pp is given"),
+        ({"pp": 2}, "compute a whole model, and tp or pp is given"),
+        ({"native_error": error}, "warning: weights stored in 4 bits are expanded to float32: kernels for 4 and 8 "),
+    ):
+        assert plan_of(path, **options).quantization == "none" and reason in why(path, **options)
+    assert error in why(path, native_error=error)
     described = json.loads((path / "config.json").read_text())
     described |= {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
     (path / "config.json").write_text(json.dumps(described))
-    assert build.choose_precision(EngineConfig(), "cpu", path).quantization == "none"
-    assert "there are no kernels for experts in 4 and 8 bits" in caplog.text
+    with pytest.raises(ModelError, match="lacks model"):  # the files are those of another model
+        open_files(path)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from paceline.config import ConfigError
-from paceline.engine import build
 from paceline.engine.cpu import native
 from paceline.engine.cpu.native import (
     Batch,
@@ -27,7 +26,9 @@ from paceline.engine.cpu.native import (
 )
 from paceline.model.quantised import quantise
 from tests.helpers import clang_library, library_with_tiles, needs_compiler, portable_library
-from tests.model.test_quantised import Q, write
+from tests.model.test_quantised import Q
+from tests.resolving import plan_of, quantization, resolved
+from tests.tiny_gguf import save_gguf
 
 pytestmark = needs_compiler
 
@@ -160,14 +161,15 @@ def test_without_a_compiler_weights_are_expanded_and_the_log_says_so(
     no_compiler: None, smollm2_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "paceline.engine"):
-        config = build.choose_precision(build.EngineConfig(), "cpu", smollm2_path)
-    assert (config.dtype, config.quantization) == ("float32", "none")
-    assert "there is no C compiler: install gcc or clang" in caplog.text
+        found = resolved(smollm2_path)
+        found.log_choices()
+    assert (found.weights.dtype, found.weights.quantization) == ("float32", "none")
+    assert "there is no C compiler: install gcc" in caplog.text
 
 
 def test_without_a_compiler_quantization_that_was_asked_for_is_an_error(no_compiler: None, smollm2_path: Path) -> None:
     with pytest.raises(ConfigError, match="'q8', which needs kernels compiled for this CPU: there is no C compiler"):
-        build.choose_precision(build.EngineConfig(quantization="q8"), "cpu", smollm2_path)
+        resolved(smollm2_path, quantization="q8")
 
 
 def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -332,7 +334,8 @@ def test_checking_the_library_starts_no_openmp_threads() -> None:
 @pytest.mark.parametrize(
     ("options", "device", "expected"),
     [
-        ({}, "cpu", ("float32", "auto")),
+        ({}, "cpu", ("float32", "gguf")),
+        ({"quantization": "gguf"}, "cpu", ("float32", "gguf")),
         ({"dtype": "float32"}, "cpu", ("float32", "none")),
         ({"dtype": "bfloat16"}, "cpu", ("bfloat16", "none")),
         ({"quantization": "none"}, "cpu", ("float32", "none")),
@@ -347,14 +350,14 @@ def test_checking_the_library_starts_no_openmp_threads() -> None:
 def test_precision_that_is_chosen(
     options: dict[str, Any], device: str, expected: tuple[str, str], smollm2_path: Path
 ) -> None:
-    config = build.choose_precision(build.EngineConfig(**options), device, smollm2_path)
-    assert (config.dtype, config.quantization) == expected
+    plan = plan_of(smollm2_path, device, **options)
+    assert (plan.dtype, plan.quantization) == expected
 
 
 def test_a_file_of_sixteen_bits_and_random_weights_are_not_quantised(tmp_path: Path) -> None:
-    write(tmp_path / "t.gguf", Q.F16)
-    for path in (tmp_path / "t.gguf", None):
-        assert build.choose_precision(build.EngineConfig(), "cpu", path).quantization == "none"
+    matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    for path in (save_gguf(tmp_path / "t.gguf", kinds=dict.fromkeys(matrices, Q.F16)), None):
+        assert quantization(path) == "none"
 
 
 @pytest.mark.parametrize(
@@ -369,4 +372,4 @@ def test_quantization_that_is_not_possible_is_refused(
     options: dict[str, Any], device: str, message: str, smollm2_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        build.choose_precision(build.EngineConfig(quantization="q4", **options), device, smollm2_path)
+        plan_of(smollm2_path, device, quantization="q4", **options)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda.attention import AttentionChoices
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
 from paceline.engine.cuda.inputs import PlanPacker, token_sizes

@@ -11,20 +11,22 @@ import torch
 
 from paceline.cluster.kv_protocol import layout_of
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.rounded_kv import calibrated_scales, rounding
 from paceline.engine.cuda.kv_scales import HEADROOM, calibrate, calibration_ids, scales_digest, scales_for
 from paceline.engine.engine import ModelInfo
-from paceline.engine.precision import Precision, check_kv_dtype
+from paceline.engine.precision import Precision
 from paceline.kernels.fp8 import FP8, FP8_MAX, to_fp8_reference
 from paceline.llm import LLM
+from paceline.model.registry import shape
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import BASE, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.engine.cuda.interpreted import GREEDY as FOUR
 from tests.engine.cuda.test_kv_transfer import make
+from tests.resolving import resolved
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
@@ -133,7 +135,7 @@ def test_pages_take_half_the_bytes_of_16_bits() -> None:
 )
 def test_a_kv_dtype_that_does_not_fit_is_refused(given: str, device: str, dtype: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        check_kv_dtype(EngineConfig(kv_dtype=given), device, dtype)
+        resolved(shape("tiny-qwen3"), device, kv_dtype=given, dtype=dtype)
 
 
 def test_engines_exchange_kv_of_the_same_type_and_scales_only() -> None:

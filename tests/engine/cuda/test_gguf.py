@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +11,24 @@ import pytest
 import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
-from paceline.engine import build as build_engine
-from paceline.engine.build import choose_precision, kernel_options, weight_bytes, weight_formats
+from paceline.engine.build import weight_choice
 from paceline.engine.cuda import build, groupwise
-from paceline.engine.cuda.quantised import keep_expanded, keep_quantised, quantise_decoder
+from paceline.engine.cuda.quantised import keep_expanded, quantise_decoder
 from paceline.engine.cuda.streams import HostStreams
-from paceline.engine.precision import WeightFormat
+from paceline.engine.precision import KernelFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.model.quantised import quantise
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import shape
-from paceline.model.weights import load_decoder, stored_quantization
+from paceline.model.weights import load_decoder
 from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.engine.cuda.test_int4 import dequantised, on_cpu
+from tests.resolving import keep_stored, kernel_formats, plan_of, quantization, resolved, why
 from tests.tiny_folder import save_tiny_model
 from tests.tiny_gguf import Q, save_gguf
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
-LOAD: dict[str, Any] = {"dtype": "float32", "max_positions": 192, "keep": keep_quantised}
+LOAD: dict[str, Any] = {"dtype": "float32", "max_positions": 192}
 
 
 @pytest.mark.parametrize(("max_rows", "in_memory"), [(2, False), (2, True), (224, False)])
@@ -40,8 +39,9 @@ def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(
     or in memory. Matrices of 4 and 8 bits, fused ones with the most of their parts."""
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", max_rows)
     path = save_gguf(tmp_path / "model.gguf")
-    expected = on_cpu(dequantised(load_decoder(path, **LOAD)))
-    kept = load_decoder(path, **LOAD)
+    keep = keep_stored(path, "gguf")
+    expected = on_cpu(dequantised(load_decoder(path, keep=keep, **LOAD)))
+    kept = load_decoder(path, keep=keep, **LOAD)
     bits: list[Any] = [(layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down) for layer in kept.layers]  # type: ignore[union-attr]
     assert [[one.bits for one in layer] for layer in bits] == [[8, 4, 4, 8], [4, 4, 4, 4]]
     if in_memory:
@@ -91,7 +91,7 @@ def test_a_kv_cache_of_a_given_size_is_not_free(
 def test_kept_weights_are_those_of_the_file_rounded_to_float16(tmp_path: Path) -> None:
     """Except a matrix in 16 bits, which is rounded to 8."""
     path = save_gguf(tmp_path / "model.gguf", kinds={"ffn_down": Q.F16})
-    kept, wide = (load_decoder(path, **{**LOAD, **keep}) for keep in ({}, {"keep": None}))
+    kept, wide = (load_decoder(path, keep=keep, **LOAD) for keep in (keep_stored(path, "gguf"), None))
     for mine, theirs in zip(kept.layers, wide.layers, strict=True):
         for found, values in ((mine.qkv, theirs.qkv), (mine.out, theirs.out)):
             assert isinstance(found, GroupwiseMatrix) and torch.equal(found.dequantise(), values.half().float())
@@ -114,23 +114,19 @@ def test_models_can_be_rounded_to_the_same_format(quantization: str, bits: int) 
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
-def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the model is so small that bfloat16 is faster."""
     path = save_gguf(tmp_path / "model.gguf")
-    with caplog.at_level("INFO", "paceline.engine"):
-        assert choose_precision(EngineConfig(), "cuda", path).quantization == "none"
-    assert "expanded to bfloat16: that is faster for a model as small as this" in caplog.text
-    assert choose_precision(EngineConfig(quantization="gguf"), "cuda", path).quantization == "gguf"
+    assert quantization(path, "cuda") == "none"
+    assert why(path, "cuda").startswith("info: ")
+    assert "expanded to bfloat16: that is faster for a model as small as this" in why(path, "cuda")
+    assert quantization(path, "cuda", quantization="gguf") == "gguf"
     largest = 2 * read_spec(path).hidden_size * read_spec(path).ffn_size
-    monkeypatch.setattr(build_engine, "LARGE_MATRIX", largest)
-    spec, chosen = read_spec(path), choose_precision(EngineConfig(), "cuda", path)
-    assert (stored_quantization(path), chosen.quantization, chosen.dtype) == ("gguf", "gguf", "bfloat16")
-    formats = weight_formats(chosen, [(spec, path)])
-    assert formats == (WeightFormat(bits=((4, 8), (4,), (4,), (4, 8))),)
-    assert kernel_options(path, None, EngineConfig(), {})[1].formats == formats
-    kept = load_decoder(path, dtype="bfloat16", keep=keep_quantised)
+    monkeypatch.setattr(weight_choice, "LARGE_MATRIX", largest)
+    plan = plan_of(path, "cuda")
+    assert (plan.quantization, plan.dtype) == ("gguf", "bfloat16")
+    assert kernel_formats(path) == (KernelFormat(bits=((4, 8), (4,), (4,), (4, 8))),)
+    kept = load_decoder(path, dtype="bfloat16", keep=keep_stored(path, "gguf"))
     tensors: list[Any] = [kept.embedding, kept.head, kept.norm]
     for layer in kept.layers:
         mlp: Any = layer.mlp
@@ -142,13 +138,14 @@ def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(
         padded = tensor.values.shape[0] * tensor.values.shape[2] * 16 // tensor.bits
         return tensor.num_bytes * tensor.num_columns // padded
 
-    assert weight_bytes(chosen, spec, path, "cuda") == sum(map(num_bytes, tensors))
-    assert choose_precision(EngineConfig(tp=2), "cuda", path).quantization == "gguf"
-    for config in (EngineConfig(quantization="none"), EngineConfig(dtype="float16"), EngineConfig(tp=4)):
-        assert choose_precision(config, "cuda", path).quantization == "none"
-    assert "weights are expanded to bfloat16: tp 4 divides columns that have one scale" in caplog.text
-    assert choose_precision(EngineConfig(max_lora_rank=8), "cuda", path).quantization == "none"
-    assert "expanded to bfloat16: LoRA adapters need 16 bits on a GPU" in caplog.text
+    assert plan.num_bytes == sum(map(num_bytes, tensors))
+    assert quantization(path, "cuda", tp=2) == "gguf" and quantization(path, "cuda", quantization="none") == "none"
+    for options, reason in (
+        ({"dtype": "float16"}, "info: weights stored in 4 and 8 bits are expanded to float16: dtype is float16"),
+        ({"tp": 4}, "bfloat16: tp 4 divides columns that have one scale"),
+        ({"max_lora_rank": 8}, "bfloat16: LoRA adapters need 16 bits on a GPU"),
+    ):
+        assert quantization(path, "cuda", **options) == "none" and reason in why(path, "cuda", **options)
 
 
 def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
@@ -162,20 +159,21 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "folder", vocab_size=512)
     for path in (None, wide, tmp_path / "folder"):
         with pytest.raises(ConfigError, match="quantization is 'gguf', which needs a quantised GGUF file"):
-            choose_precision(EngineConfig(quantization="gguf"), "cuda", path)
-    assert choose_precision(EngineConfig(), "cuda", wide).quantization == "none"
-    for given, remedy in (("gguf", "leave it out"), ("int4", "set quantization to q4")):
-        with pytest.raises(ConfigError, match=f"quantization is '{given}' and the device is a CPU: {remedy}"):
-            choose_precision(EngineConfig(quantization=given), "cpu", None)
+            plan_of(path, "cuda", quantization="gguf")
+    assert quantization(wide, "cuda") == "none"
+    with pytest.raises(ConfigError, match="quantization is 'int4' and the device is a CPU: set quantization to q4"):
+        plan_of(None, quantization="int4")
     with pytest.raises(ConfigError, match="quantization is 'q8' and the model has a mixture of experts"):
-        on_kernels("tiny-qwen3-moe", quantization="q8")
+        plan_of(shape("tiny-qwen3-moe"), "cuda", quantization="q8")
 
 
 def test_a_draft_model_in_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
     """Beside a model from a GGUF file: both have the same kind of kernels."""
-    chosen = choose_precision(EngineConfig(quantization="gguf"), "cuda", save_gguf(tmp_path / "model.gguf"))
-    spec = replace(shape("tiny-qwen3"), vocab_size=512)
-    assert weight_formats(chosen, [(spec, None)]) == (WeightFormat(),)
+    path = save_gguf(tmp_path / "model.gguf")
+    folder = save_tiny_model(tmp_path / "draft", vocab_size=512)
+    chosen = resolved(path, "cuda", quantization="gguf", speculate="draft", draft_model=str(folder))
+    assert chosen.draft_weights is not None and chosen.precision.formats[1] == KernelFormat()
+    assert {one.format for one in chosen.draft_weights.matrices if one.packed} == {"q8"}
     draft = decoder("tiny-qwen3")
-    quantise_decoder(draft, chosen.quantization, WeightFormat())
+    quantise_decoder(draft, chosen.weights.quantization, KernelFormat())
     assert draft.layers[0].out.bits == 8  # type: ignore[union-attr]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda import groupwise
-from paceline.engine.cuda.quantised import keep_int4, quantise_decoder
+from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.precision import rounding_group
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
@@ -18,7 +18,9 @@ from paceline.model.decoder import Decoder
 from paceline.model.registry import shape
 from paceline.model.weights import load_decoder, random_weights
 from paceline.text.synthetic import synthetic_tokenizer
+from paceline.weight_formats import INT4
 from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, on_kernels
+from tests.resolving import keep_stored, plan_of
 from tests.tiny_int4 import FORMATS, save_int4
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
@@ -54,7 +56,9 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Pa
     """Prefill, mixed and decode batches on kernels that convert in registers. The CPU has expanded weights."""
     save_int4(tmp_path / "model", FORMATS[name])
     expected = on_cpu(load_decoder(tmp_path / "model", dtype="float32", max_positions=192))
-    kept = load_decoder(tmp_path / "model", dtype="float32", max_positions=192, keep=keep_int4)
+    kept = load_decoder(
+        tmp_path / "model", dtype="float32", max_positions=192, keep=keep_stored(tmp_path / "model", "int4")
+    )
     llm, device = on_kernels(name, model=kept, quantization="int4")
     with llm:
         assert device.model.is_groupwise and not device.capabilities.weights
@@ -83,17 +87,17 @@ def test_rounded_models_give_the_tokens_of_the_dequantised_model(name: str, monk
 
 
 def test_rounding_takes_the_largest_group_that_divides_all_matrices() -> None:
-    assert rounding_group(shape("qwen3-14b")) == 128
-    assert rounding_group(replace(shape("qwen3-14b"), ffn_size=17408 + 32)) == 32
-    with pytest.raises(ConfigError, match="quantization is 'int4' and matrices have 5120, 5120, 17424 columns"):
-        rounding_group(replace(shape("qwen3-14b"), ffn_size=17424))
+    assert rounding_group(shape("qwen3-14b"), INT4) == 128
+    assert rounding_group(replace(shape("qwen3-14b"), ffn_size=17408 + 32), INT4) == 32
+    with pytest.raises(ConfigError, match="quantization is 'int4' and matrices have 5120, 17424 columns"):
+        rounding_group(replace(shape("qwen3-14b"), ffn_size=17424), INT4)
 
 
 def test_experts_and_other_norms_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="quantization is 'int4' and the model has a mixture of experts"):
-        on_kernels("tiny-qwen3-moe", quantization="int4")
-    with pytest.raises(ConfigError, match="quantization is 'int4', norm_placement 'both'"):
-        on_kernels("tiny-gemma2", quantization="int4")
+        plan_of(shape("tiny-qwen3-moe"), "cuda", quantization="int4")
+    with pytest.raises(ConfigError, match="quantization is 'int4' and norm_placement is 'both'"):
+        plan_of(shape("tiny-gemma2"), "cuda", quantization="int4")
 
 
 def test_every_number_of_rows_has_a_tile() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.llm import LLM
 from paceline.model.spec import ModelSpec
 from paceline.request import InvalidRequest, SamplingParams

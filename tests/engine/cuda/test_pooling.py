@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.job import Job
 from paceline.kernels.pool_states import pool_states

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import choose_precision
+from paceline.config import ConfigError
 from paceline.engine.cuda import quantised
 from paceline.engine.cuda.quantised import quantise_decoder, scaled_mm
 from paceline.kernels.quantise_rows import apply_scales, quantise_rows, quantise_rows_reference
@@ -16,6 +15,7 @@ from paceline.kernels.quantised_linear import quantise_fp8
 from paceline.kernels.silu_mul import silu_mul_reference
 from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.kernels.cases import poisoned, relative_error
+from tests.resolving import plan_of
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
@@ -129,4 +129,4 @@ def test_a_gemm_of_fp8_numbers_applies_both_scales() -> None:
 )
 def test_fp8_weights_are_refused_where_no_kernel_supports_them(options: Any, device: str, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        choose_precision(EngineConfig(quantization="fp8", **options), device, None)
+        plan_of(None, device, quantization="fp8", **options)

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda.model import CudaExperts, CudaModel
 from paceline.engine.cuda.quantised import quantise_decoder
-from paceline.engine.precision import WeightFormat
+from paceline.engine.precision import KernelFormat
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder, Experts, scaled
+from paceline.model.registry import shape
 from paceline.parallel.threads import ThreadGroup
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
@@ -29,6 +30,7 @@ from tests.engine.cuda.interpreted import (
     small_tiles,
 )
 from tests.kernels.cases import relative_error
+from tests.resolving import plan_of
 
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
@@ -72,7 +74,7 @@ def test_a_forward_pass_is_that_of_dequantised_experts(
     reference, model = decoder(name, **sizes), decoder(name, **sizes)
     spec = model.spec
     for one in (reference, model):
-        quantise_decoder(one, quantization, None if group is None else WeightFormat(group))
+        quantise_decoder(one, quantization, None if group is None else KernelFormat(group))
     if is_rank:
         model.group = ThreadGroup.of_size(1)[0]
     cuda = CudaModel(model, max_tokens=32, max_rows=4, tuning=small_tiles)
@@ -108,8 +110,8 @@ def test_requests_are_answered_with_rounded_experts() -> None:
 
 
 def test_columns_that_are_in_no_groups_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'mxfp4' and experts have 64 and 56 columns: they must be multiples of 32"):
-        quantise_decoder(decoder("tiny-gpt-oss"), "mxfp4")
+    with pytest.raises(ConfigError, match="'mxfp4' and matrices have 56, 64 columns: they must be multiples of 32"):
+        plan_of(shape("tiny-gpt-oss"), "cuda", quantization="mxfp4")
     dense = decoder("tiny-qwen3")
     quantise_decoder(dense, "mxfp4")
     assert isinstance(dense.layers[0].qkv, Tensor), "a draft model without experts stays as it is"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.build import assemble
+from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda.graphs import GraphStage
 from paceline.kernels._triton import cdiv
 from paceline.llm import LLM, RequestOutput
