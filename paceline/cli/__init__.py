@@ -20,7 +20,7 @@ SUMMARIES = {
     "chat": "Chat with a model in the terminal. With piped input, every line is a message.",
     "generate": "Answer prompts and exit. One answer is streamed, several are printed when all are complete.",
     "pull": "Download a model, and print its path.",
-    "models": "List models on this machine, supported families, and shapes for random weights.",
+    "models": "List models on this machine, supported families, and shapes for random weights; or plan one.",
     "compile": "Compile the GPU kernels of a model ahead of time, on a machine with or without a GPU.",
     "doctor": "Check whether this machine can serve: software, GPU, memory, folders, port, limits, and a model.",
     "bench": "Run benchmarks and checks on this machine.",

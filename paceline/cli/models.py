@@ -1,20 +1,47 @@
-"""`paceline models`: models on this machine, supported families, and shapes for random weights."""
+"""`paceline models`: models on this machine, supported families, shapes for random weights, and plans."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline.cli.options import takes
+from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 
+
+@takes(EngineConfig, SchedulerConfig)
 def models(
+    options: dict[str, Any],
     families: Annotated[bool, typer.Option("--families", help="Print the table of supported families.")] = False,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="MODEL",
+            help="Print what options become with a model: formats and bytes of its weights, KV cache, and why. Nothing "
+            "is loaded, and of a Hugging Face id only headers are fetched. The name of a shape will do.",
+            show_default=False,
+        ),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(help="With --plan: for a GPU of this architecture, such as sm_90."),
+    ] = None,
+    memory: Annotated[float | None, typer.Option(help="With --arch: GB of memory of the GPU.", min=0.1)] = None,
 ) -> None:
-    """List models on this machine, supported families, and shapes for random weights."""
+    """List models on this machine, supported families, and shapes for random weights; or plan one."""
+    if plan is not None:
+        from paceline.cli.plan import print_plan
+
+        print_plan(plan, options, arch, memory)
+        return
+    if options or arch is not None or memory is not None:
+        raise ConfigError(f"{next(iter(options), 'arch')} is given without plan: name a model with --plan MODEL.")
     if families:
         _print_families()
         return

