@@ -55,7 +55,7 @@ from paceline.model.quantised import QuantisedTensor
 from paceline.model.quantization_config import BLOCK as FP8_BLOCK
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.read_spec import read_spec
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import (
     QuantisedWeights,
@@ -157,12 +157,12 @@ def build_engine(
     config = choose_precision(given_config, device, path)
     check_kv_dtype(config, device, config.dtype)
     scheduler_options = _with_drafts(config, scheduler_options, device)
-    if device == "cuda" and config.max_lora_rank and config.quantization != "none" and not spec.num_experts:
+    if device == "cuda" and config.max_lora_rank and config.quantization != "none" and not spec.has_experts:
         raise ConfigError(
             f"max_lora_rank is {config.max_lora_rank} and quantization is {config.quantization!r}: LoRA adapters need "
             "weights in 16 bits on a GPU; set quantization to none."
         )
-    if config.quantization == "mxfp4" and not spec.num_experts:
+    if config.quantization == "mxfp4" and not spec.has_experts:
         raise ConfigError("quantization is 'mxfp4', and the model has no experts: leave it out.")
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability()
@@ -390,7 +390,7 @@ def choose_precision(config: EngineConfig, device: str, path: Path | None) -> En
 
 def _largest_matrix(spec: ModelSpec) -> int:
     """Elements of the largest matrix of a layer."""
-    return spec.hidden_size * max(spec.q_size + 2 * spec.kv_size, 2 * spec.ffn_size)
+    return spec.hidden_size * max(max(layer.mixer.qkv_size, 2 * layer.ffn.size) for layer in spec.layers)
 
 
 def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None, device: str) -> int:
@@ -399,7 +399,7 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, path: Path | None, devic
         assert path is not None, "only weights of a file are quantised"
         return quantised_bytes(path, config.quantization)
     is_kept = path is not None and config.quantization == stored_quantization(path, config.tp)
-    if is_kept and config.quantization in ("fp8", "mxfp4") and spec.num_experts:
+    if is_kept and config.quantization in ("fp8", "mxfp4") and spec.has_experts:
         bits = 8 if config.quantization == "fp8" else MXFP4_BITS
         return 2 * spec.num_parameters - int(spec.num_expert_parameters * (16 - bits) / 8)
     if config.quantization in ("fp8", "int4") and path is not None and is_kept:
@@ -422,7 +422,7 @@ def weight_formats(config: EngineConfig, models: Iterable[tuple[ModelSpec, Path 
             return WeightFormat(stored_group(path) if path is not None and is_stored else rounding_group(spec, tp))
         if config.quantization == "gguf" and path is not None and is_stored:
             return WeightFormat(bits=bits_of_layers(path))
-        has_scales = path is not None and is_stored and spec.num_experts and has_blocks(path)
+        has_scales = path is not None and is_stored and spec.has_experts and has_blocks(path)
         return WeightFormat(FP8_BLOCK if has_scales else 0)
 
     if config.quantization not in ("fp8", "int4", *OFFSET_FORMATS):
@@ -436,7 +436,7 @@ def _is_quantised(path: Path | None) -> bool:
 
 
 def _has_experts(path: Path | None) -> bool:
-    return path is not None and read_spec(path).num_experts > 0
+    return path is not None and read_spec(path).has_experts
 
 
 def _with_threads(config: EngineConfig, device: str) -> EngineConfig:

@@ -62,8 +62,8 @@ class Precision:
 def rounding_group(spec: ModelSpec, tp: int = 1) -> int:
     """Columns with one scale, if weights are rounded to 4 bits: 128, or fewer where a matrix of a rank has no multiple
     of it."""
-    parts = [Shard(rank, tp).spec(spec) for rank in range(tp)]
-    widths = (spec.hidden_size, *(part.q_size for part in parts), *(part.ffn_size for part in parts))
+    ranks = (Shard(rank, tp).spec(spec) for rank in range(tp))
+    widths = dict.fromkeys(width for rank in ranks for width in rank.linear_columns)
     for group in INT4_GROUPS:
         if not any(width % group for width in widths):
             return group

@@ -89,7 +89,7 @@ def _open(path: Path) -> tuple[ModelSpec, dict[str, StoredTensor]]:
     """The spec of the model, and its tensors, which are not read yet."""
     spec, stored = read_spec(path), gguf_tensors(open_gguf(path)) if is_gguf(path) else _folder_tensors(path)
     family = next(family for family in FAMILIES if family.name == spec.family)
-    if spec.num_experts:
+    if spec.has_experts:
         stored = name_experts(stored, interleaved=family.interleaved_experts and not is_gguf(path))
     return spec, adapt(spec, family, stored, is_gguf=is_gguf(path))
 
@@ -100,15 +100,16 @@ def stored_quantization(path: str | Path, tp: int = 1) -> str:
     path = Path(path)
     if is_gguf(path):
         spec, is_kept = read_spec(path), is_quantised(open_gguf(path))
-        has_kernels = _has_plain_layers(spec) and not spec.num_experts and _can_divide_groups(spec, tp, GROUP)
+        has_kernels = _has_plain_layers(spec) and not spec.has_experts and _can_divide_groups(spec, tp, GROUP)
         return "gguf" if is_kept and has_kernels else "none"
     found = _format(path)
     if found is None:
         return "none"
     spec, stored = _open(path)
     parts = [name for name, part in stored_parts(spec).items() if _is_kept(spec, part.target)]
-    if spec.num_experts:
-        has_kernels = spec.norm_placement == "pre" and not found.group and _can_divide(spec, tp, found)
+    if spec.has_experts:
+        has_norms_before = all(layer.norms == "pre" for layer in spec.layers)
+        has_kernels = has_norms_before and not found.group and _can_divide(spec, tp, found)
     else:
         has_kernels = _has_plain_layers(spec) and (not found.group or _can_divide_groups(spec, tp, found.group))
     are_kept = has_kernels and all(name in stored and stored[name].read_packed is not None for name in parts)
@@ -117,24 +118,25 @@ def stored_quantization(path: str | Path, tp: int = 1) -> str:
 
 def _has_plain_layers(spec: ModelSpec) -> bool:
     """Whether a GPU has kernels for quantised weights of such layers."""
-    return spec.norm_placement == "pre" and spec.activation == "silu"
+    return all(layer.norms == "pre" and layer.ffn.activation.kind == "silu" for layer in spec.layers)
 
 
 def _can_divide_groups(spec: ModelSpec, tp: int, group: int) -> bool:
     """Whether every rank has whole groups of the columns of `out` and `down`."""
-    if tp > min(spec.num_heads, spec.ffn_size):
+    kinds, shards = set(spec.layers), [Shard(rank, tp) for rank in range(tp)]
+    if any(tp > min(layer.mixer.num_heads, layer.ffn.size) for layer in kinds):
         return False
-    shards = [Shard(rank, tp) for rank in range(tp)]
-    starts = [one.heads(spec)[0].start * spec.head_dim for one in shards]
-    starts += [one.aligned_part(spec.ffn_size).start for one in shards]
+    starts = [one.heads(layer.mixer)[0].start * layer.mixer.head_dim for one in shards for layer in kinds]
+    starts += [one.aligned_part(layer.ffn.size).start for one in shards for layer in kinds]
     return not any(start % group for start in starts)
 
 
 def _can_divide(spec: ModelSpec, tp: int, found: CheckpointFormat) -> bool:
     """Whether every rank begins at a column of the experts where a scale may begin."""
     width = MXFP4_BLOCK if found.quantization == "mxfp4" else MIN_COLUMNS if found.blocks else 1
-    ffn = spec.expert_ffn_size
-    return tp <= ffn and not any(Shard(rank, tp).aligned_part(ffn).start % width for rank in range(tp))
+    sizes = {one.size for one in spec.expert_layers}
+    parts = (Shard(rank, tp).aligned_part(size) for size in sizes if tp <= size for rank in range(tp))
+    return tp <= min(sizes) and not any(part.start % width for part in parts)
 
 
 def has_blocks(path: str | Path) -> bool:
@@ -163,7 +165,7 @@ def _format(path: Path) -> CheckpointFormat | None:
 
 def _is_kept(spec: ModelSpec, name: str) -> bool:
     """Whether a fused tensor stays quantised where there are kernels for it: experts, or all matrices of layers."""
-    return is_expert_matrix(name) if spec.num_experts else "." in name and is_matrix(name)
+    return is_expert_matrix(name) if spec.has_experts else "." in name and is_matrix(name)
 
 
 def check_files(path: str | Path) -> ModelSpec:

@@ -16,7 +16,7 @@ from paceline.engine.build import build_engine, default_speculation
 from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.spec import ModelError
 from paceline.request import Refused, SamplingParams
 

@@ -16,7 +16,7 @@ from paceline.engine.cuda.quantised import keep_fp8, quantise_decoder, stored_we
 from paceline.engine.precision import WeightFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantised_linear import QuantisedMatrix
-from paceline.model.decoder import Experts
+from paceline.model.decoder import MixtureOfExperts
 from paceline.model.layout import Shard, StoredTensor
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.spec import ModelError
@@ -159,7 +159,7 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
             kept = load_decoder(path, keep=stored_weights("fp8", spec), **options)
             expanded = load_decoder(path, **options)
             mine, theirs = kept.layers[0].mlp, expanded.layers[0].mlp
-            assert isinstance(mine, Experts) and isinstance(theirs, Experts)
+            assert isinstance(mine, MixtureOfExperts) and isinstance(theirs, MixtureOfExperts)
             assert torch.equal(kept.layers[0].qkv, expanded.layers[0].qkv)
             assert torch.equal(mine.router, theirs.router)
             pairs: Any = (

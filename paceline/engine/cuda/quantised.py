@@ -50,7 +50,7 @@ from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import apply_scales, quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
-from paceline.model.decoder import Decoder, Experts, Mlp
+from paceline.model.decoder import Decoder, MixtureOfExperts, Mlp
 from paceline.model.fp8_tensors import block_of_part
 from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor, QuantisedTensor, quantise
 from paceline.model.rank_group import RankGroup
@@ -108,7 +108,7 @@ class RoundedRows:
     """FP8: activations are rounded with a scale per row."""
 
     def __init__(self, spec: ModelSpec, tokens: int, device: torch.device) -> None:
-        widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
+        widest = max(spec.linear_columns)
         self._rounded = torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device)
         self._scales, self._one = torch.ones(tokens, device=device), torch.ones((), device=device)
 
@@ -282,17 +282,18 @@ def quantise_decoder(decoder: Decoder, quantization: str, format: WeightFormat |
     nothing in MXFP4."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
-    if spec.num_experts and quantization in ("fp8", "mxfp4"):
+    if spec.has_experts and quantization in ("fp8", "mxfp4"):
         _quantise_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
         return
     if quantization == "mxfp4":
         return
-    if spec.norm_placement != "pre" or spec.activation != "silu":
-        raise ConfigError(
-            f"quantization is {quantization!r}, norm_placement {spec.norm_placement!r} and activation "
-            f"{spec.activation!r}: such weights need norms before blocks and silu; set quantization to none."
-        )
-
+    for layer in spec.layers:
+        activation = layer.ffn.activation.kind
+        if layer.norms != "pre" or activation != "silu":
+            raise ConfigError(
+                f"quantization is {quantization!r}, norms are {layer.norms!r} and activation {activation!r}: such "
+                "weights need norms before blocks and silu; set quantization to none."
+            )
     if any(type(layer.mlp) is not Mlp for layer in layers):
         raise ConfigError(f"quantization is {quantization!r} and the model has a mixture of experts: set it to none.")
 
@@ -335,19 +336,19 @@ def keep_expanded(decoder: Decoder, free: int) -> None:
 def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:
     """in_blocks: FP8 as this rank has it of a checkpoint with a scale per block."""
     layers: list[Any] = decoder.layers
-    spec = decoder.spec
-    if quantization == "mxfp4" and (spec.hidden_size % MXFP4_GROUP or spec.expert_ffn_size % MXFP4_GROUP):
+    hidden, size = decoder.spec.hidden_size, decoder.spec.expert_layers[0].size
+    if quantization == "mxfp4" and (hidden % MXFP4_GROUP or size % MXFP4_GROUP):
         raise ConfigError(
-            f"quantization is 'mxfp4' and experts have {spec.hidden_size} and {spec.expert_ffn_size} columns: they "
-            f"must be multiples of {MXFP4_GROUP}; set quantization to none."
+            f"quantization is 'mxfp4' and experts have {hidden} and {size} columns: they must be multiples of "
+            f"{MXFP4_GROUP}; set quantization to none."
         )
     gate_up, down = None, None
     if in_blocks and quantization == "fp8":
-        part = decoder.shard.aligned_part(decoder.whole_spec.expert_ffn_size)
-        gate_up = block_of_part(part.start, spec.expert_ffn_size), block_of_part(0)
-        down = block_of_part(0, spec.hidden_size), block_of_part(part.start)
+        part = decoder.shard.aligned_part(decoder.whole_spec.expert_layers[0].size)
+        gate_up = block_of_part(part.start, size), block_of_part(0)
+        down = block_of_part(0, hidden), block_of_part(part.start)
     for index, layer in enumerate(layers):
-        if isinstance(layer.mlp, Experts) and isinstance(layer.mlp.expert_gate_up, Tensor):
+        if isinstance(layer.mlp, MixtureOfExperts) and isinstance(layer.mlp.expert_gate_up, Tensor):
             matrices: dict[str, Any] = {
                 name: quantise_mxfp4(matrix) if quantization == "mxfp4" else quantise_fp8_experts(matrix, block)
                 for name, matrix, block in (
@@ -376,9 +377,9 @@ def keep_fp8(tensor: Fp8Tensor) -> QuantisedMatrix:
 
 def stored_weights(quantization: str, spec: ModelSpec) -> Callable[[Any], Any]:
     """How the matrices of a checkpoint with this format are kept."""
-    if spec.num_experts:
+    if spec.has_experts:
         keep_experts = keep_mxfp4_experts if quantization == "mxfp4" else keep_fp8_experts
-        return partial(keep_experts, num_experts=spec.num_experts)
+        return partial(keep_experts, num_experts=spec.expert_layers[0].count)
     keep: dict[str, Callable[[Any], Any]] = {"fp8": keep_fp8, "int4": keep_int4, "gguf": keep_quantised}
     return keep[quantization]
 

@@ -21,7 +21,7 @@ from paceline.engine.precision import WeightFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.model.quantised import quantise
 from paceline.model.read_spec import read_spec
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import load_decoder, stored_quantization
 from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.engine.cuda.test_int4 import dequantised, on_cpu
@@ -123,7 +123,7 @@ def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(
         assert choose_precision(EngineConfig(), "cuda", path).quantization == "none"
     assert "expanded to bfloat16: that is faster for a model as small as this" in caplog.text
     assert choose_precision(EngineConfig(quantization="gguf"), "cuda", path).quantization == "gguf"
-    largest = 2 * read_spec(path).hidden_size * read_spec(path).ffn_size
+    largest = 2 * read_spec(path).hidden_size * read_spec(path).layers[0].ffn.size
     monkeypatch.setattr(build_engine, "LARGE_MATRIX", largest)
     spec, chosen = read_spec(path), choose_precision(EngineConfig(), "cuda", path)
     assert (stored_quantization(path), chosen.quantization, chosen.dtype) == ("gguf", "gguf", "bfloat16")
