@@ -38,7 +38,7 @@ from paceline.kernels.decode_attention import DecodeTuning, decode_attention_tun
 from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import decode_tuning
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_decoder
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer

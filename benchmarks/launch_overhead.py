@@ -40,7 +40,7 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.rope_kv import rope_kv, rope_table
 from paceline.kernels.silu_mul import silu_mul
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_decoder
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import synthetic_tokenizer

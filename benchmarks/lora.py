@@ -49,7 +49,7 @@ from paceline.kernels.lora import (
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
 from paceline.model.layout import stored_parts
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
 from paceline.text.synthetic import synthetic_tokenizer
@@ -120,7 +120,7 @@ def check(given: argparse.Namespace) -> None:
     for rows in (1, 100, 600):
         for kind in ("many", "none"):
             buffers, ids = group(given, rows, kind)
-            for name, (widths, columns) in matrix_sizes(spec, 0).items():
+            for name, (widths, columns) in matrix_sizes(spec.layers[0], spec.hidden_size).items():
                 matrix = random_matrix(given, widths, columns)
                 x = torch.randn(rows, columns, device=DEVICE).to(DTYPE)
                 before = torch.randn(rows, sum(widths), device=DEVICE).to(DTYPE)
@@ -164,7 +164,7 @@ def kernels(given: argparse.Namespace) -> None:
     for rows in (16, 64, given.requests, 2048):
         for kind in ("none", "one", "many"):
             buffers, _ = group(given, rows, kind)
-            for name, (widths, columns) in matrix_sizes(spec, 0).items():
+            for name, (widths, columns) in matrix_sizes(spec.layers[0], spec.hidden_size).items():
                 # Rotates over several layers, so that the L2 cache does not hold their adapters.
                 matrices = [random_matrix(given, widths, columns) for _ in range(4)]
                 weight = torch.randn(sum(widths), columns, device=DEVICE).to(DTYPE)
@@ -213,10 +213,11 @@ def candidates(matrix: AdapterMatrix, rows: int) -> tuple[list[LoraTuning], list
 
 
 def tune(given: argparse.Namespace) -> None:
+    spec = shape(given.shape)
     cases = [
         (name, rows, widths, columns)
         for rows in (32, given.requests, 4096)
-        for name, (widths, columns) in matrix_sizes(shape(given.shape), 0).items()
+        for name, (widths, columns) in matrix_sizes(spec.layers[0], spec.hidden_size).items()
     ]
     with tempfile.TemporaryDirectory() as folder:
         compile_candidates(given, cases, Path(folder))

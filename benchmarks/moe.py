@@ -57,7 +57,7 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LISTED_ROWS, RoutedRows, RouterOptions, route, route_reference
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_decoder
 from paceline.request import SamplingParams
 from paceline.scheduler import Scheduler
@@ -417,8 +417,9 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=["qwen3-30b-a3b", "gpt-oss-20b"])
     given = parser.parse_args()
     spec = shape(given.shape)
-    SIZES.hidden, SIZES.ffn = spec.hidden_size, spec.expert_ffn_size
-    SIZES.experts, SIZES.chosen = spec.num_experts, spec.experts_per_token
+    experts = spec.expert_layers[0]
+    SIZES.hidden, SIZES.ffn = spec.hidden_size, experts.size
+    SIZES.experts, SIZES.chosen = experts.count, experts.per_token
     torch.manual_seed(0)
     jobs: dict[str, Callable[[list[int], str], None]] = {
         "check": check,

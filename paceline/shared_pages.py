@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-LAYOUT_VERSION = 2  # of a page, as above, and of the messages that carry pages
+LAYOUT_VERSION = 3  # of a page, as above, and of the messages that carry pages
 
 
 class PagePart:

@@ -1098,24 +1098,17 @@ MUTANTS = [
         ("tests/kernels/test_variants.py",),
     ),
     Mutant(
-        "the stages of a pipeline have the windows of the first layers",
+        "the stages of a pipeline have the windows and ropes of the first layers",
         "model/layout.py",
         "spec.with_layers(self.layers(spec))",
-        "replace(spec.with_layers(self.layers(spec)), windows=spec.windows[: len(self.layers(spec))])",
-        ("tests/parallel/test_pipeline.py",),
-    ),
-    Mutant(
-        "the stages of a pipeline rotate as the first layers do",
-        "model/layout.py",
-        "spec.with_layers(self.layers(spec))",
-        "replace(spec.with_layers(self.layers(spec)), layer_ropes=spec.layer_ropes[: len(self.layers(spec))])",
+        "spec.with_layers(range(len(self.layers(spec))))",
         ("tests/parallel/test_pipeline.py",),
     ),
     Mutant(
         "gate and up of an expert are those of the next one",
         "model/layout.py",
         'names, row = f"{stored}mlp.experts.{expert}.", 2 * expert * num_rows',
-        'names, row = f"{stored}mlp.experts.{(expert + 1) % spec.num_experts}.", 2 * expert * num_rows',
+        'names, row = f"{stored}mlp.experts.{(expert + 1) % experts.count}.", 2 * expert * num_rows',
         ("tests/model/test_oracle.py",),
     ),
     Mutant(

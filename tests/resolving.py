@@ -12,7 +12,7 @@ from paceline.engine.build.resolution import Resolution
 from paceline.engine.build.weight_choice import choose_weights
 from paceline.engine.precision import KernelFormat
 from paceline.model.files import UnloadedModel, open_files
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Keep
 from paceline.model.weights_plan import WeightsPlan

@@ -79,10 +79,11 @@ def test_mixed_prompts_equal_transformers(llm: LLM) -> None:
     # compares with its own reading.
     file = open_gguf(fetch_default())
     spec = gguf_spec(file)
+    mixer, rope = spec.layers[0].mixer, spec.rotations[0].rope
     config = transformers.LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_heads, num_key_value_heads=spec.num_kv_heads,
-        rms_norm_eps=spec.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": spec.ropes[0].theta},
+        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.layers[0].ffn.size,
+        num_hidden_layers=spec.num_layers, num_attention_heads=mixer.num_heads, num_key_value_heads=mixer.num_kv_heads,
+        rms_norm_eps=spec.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": rope.theta},
         tie_word_embeddings=spec.tied, max_position_embeddings=spec.context_tokens,
     )  # fmt: skip
     with torch.device("meta"):  # no random weights

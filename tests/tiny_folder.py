@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from paceline.model.config_json import spec_from_config
 from paceline.model.layout import stored_parts
-from paceline.model.registry import spec_from_config
 from paceline.text.synthetic import synthetic_tokenizer
 
 _CONFIG = {

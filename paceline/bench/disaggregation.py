@@ -29,7 +29,7 @@ from paceline.engine.engine import EngineHooks
 from paceline.engine.job import Job
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
 

@@ -154,7 +154,7 @@ def run_metrics(
 def num_operations(spec: ModelSpec, one: Pass) -> int:
     """Floating point operations of a forward pass: GEMMs and attention (as if no layer had a sliding window)."""
     head = one.num_sampled * spec.vocab_size * spec.hidden_size
-    return 2 * (spec.num_layers * (one.num_tokens * spec.layer_gemms + 2 * one.pairs * spec.q_size) + head)
+    return 2 * (one.num_tokens * spec.layer_macs + one.pairs * spec.position_macs + head)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -80,7 +80,7 @@ class ScoredModel:
 
     def __init__(self, decoder: DecoderModel, max_tokens: int, *, fp8_kv: bool = False) -> None:
         self.decoder = decoder
-        self.scales: Tensor | None = None  # of a KV cache in FP8
+        self.scales: list[Tensor] | None = None  # of a KV cache in FP8
         num_pages = -(-max_tokens // _PAGE_SIZE)
         self._tables = SlotTables(1, max_tokens, _PAGE_SIZE)
         self._tables.pages[0], self._tables.prompts[0] = np.arange(num_pages), max_tokens

@@ -30,7 +30,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder, soft_cap
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import PacelineError, SamplingParams
@@ -130,20 +130,20 @@ def logits_after(decoder: Decoder, prompt: list[int], output: list[int]) -> Tens
 
 def hidden_states(decoder: Decoder, tokens: list[int]) -> Tensor:
     """Hidden states [T, H] in plain torch."""
-    spec, at = decoder.spec, torch.arange(len(tokens), device=decoder.device)
+    at = torch.arange(len(tokens), device=decoder.device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        window = spec.windows[layer]
-        if window is None and spec.score_cap is None and sinks is None:
+        mixer = decoder.spec.layers[layer].mixer
+        if mixer.window is None and mixer.score_cap is None and sinks is None:
             out = F.scaled_dot_product_attention(
-                q[None], k[None], v[None], is_causal=True, enable_gqa=True, scale=spec.attention_scale
+                q[None], k[None], v[None], is_causal=True, enable_gqa=True, scale=mixer.scale
             )[0]
         else:
-            k, v = (x.repeat_interleave(spec.num_heads // spec.num_kv_heads, dim=0) for x in (k, v))
-            scores = soft_cap(q.float() @ k.float().transpose(1, 2) * spec.softmax_scale, spec.score_cap)
+            k, v = (x.repeat_interleave(mixer.num_heads // mixer.num_kv_heads, dim=0) for x in (k, v))
+            scores = soft_cap(q.float() @ k.float().transpose(1, 2) * mixer.softmax_scale, mixer.score_cap)
             behind = at[:, None] - at[None, :]
-            hidden = (behind < 0) | (behind >= (window or len(tokens)))
+            hidden = (behind < 0) | (behind >= (mixer.window or len(tokens)))
             scores = scores.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 column = sinks.float()[:, None, None].expand(-1, len(tokens), 1)

@@ -131,18 +131,20 @@ def _their_model(setup: CheckSetup, spec: ModelSpec, dtype: str) -> Any:
         raise ConfigError("part logits needs transformers, which is not installed: remove it.") from None
     if spec.family != "qwen3":
         raise ConfigError(f"part logits needs a shape of family qwen3, and this one is of family {spec.family}.")
+    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn  # of all layers
+    assert mixer.rope is not None, "Qwen3 has rotary positions"
     sizes: dict[str, Any] = {
-        "hidden_size": spec.hidden_size, "num_hidden_layers": spec.num_layers, "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "intermediate_size": spec.ffn_size,
+        "hidden_size": spec.hidden_size, "num_hidden_layers": spec.num_layers, "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim, "intermediate_size": ffn.size,
         "vocab_size": spec.vocab_size, "max_position_embeddings": spec.context_tokens, "rms_norm_eps": spec.rms_eps,
         "tie_word_embeddings": spec.tied,
     }  # fmt: skip
     kind: Any = transformers.Qwen3Config
     make: Any = transformers.Qwen3ForCausalLM
     if "rope_parameters" in inspect.signature(kind.__init__).parameters:
-        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": spec.ropes[0].theta}
+        sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": mixer.rope.theta}
     else:  # transformers before version 5
-        sizes["rope_theta"] = spec.ropes[0].theta
+        sizes["rope_theta"] = mixer.rope.theta
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:

@@ -18,6 +18,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.engine.pausing import PauseMode
 from paceline.engine.weight_update import update_weights
+from paceline.model.layers import Dense
 from paceline.model.layout import stored_parts
 from paceline.model.read_spec import read_spec
 from paceline.model.registry import FAMILIES
@@ -81,20 +82,22 @@ def write_folder(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
     from safetensors.torch import save_file
 
     family = next(one for one in FAMILIES if one.name == spec.family)
-    rope = spec.ropes[0]
+    mixer, experts = spec.layers[0].mixer, spec.expert_layers
+    assert mixer.rope is not None, "this config has no field for layers without RoPE"
     config: dict[str, Any] = {
         "architectures": [family.architecture], "hidden_size": spec.hidden_size, "num_hidden_layers": spec.num_layers,
-        "num_attention_heads": spec.num_heads, "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim,
-        "intermediate_size": spec.ffn_size, "vocab_size": spec.vocab_size, "rms_norm_eps": spec.rms_eps,
-        "max_position_embeddings": spec.context_tokens, "rope_theta": rope.theta, "tie_word_embeddings": spec.tied,
+        "num_attention_heads": mixer.num_heads, "num_key_value_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim,
+        "intermediate_size": (spec.dense_layers or experts)[0].size, "vocab_size": spec.vocab_size,
+        "max_position_embeddings": spec.context_tokens, "rms_norm_eps": spec.rms_eps,
+        "rope_theta": mixer.rope.theta, "tie_word_embeddings": spec.tied,
         "bos_token_id": spec.bos_id, "eos_token_id": list(spec.eos_ids), "torch_dtype": spec.dtype,
     }  # fmt: skip
-    if spec.num_experts:
+    if experts:
         config |= {
-            "num_experts": spec.num_experts, "num_experts_per_tok": spec.experts_per_token,
-            "norm_topk_prob": spec.renormalise_experts, "shared_expert_intermediate_size": spec.shared_expert_ffn_size,
-            "mlp_only_layers": [layer for layer, is_sparse in enumerate(spec.sparse_layers) if not is_sparse],
-            str(family.experts_key): spec.expert_ffn_size,
+            "num_experts": experts[0].count, "num_experts_per_tok": experts[0].per_token,
+            "norm_topk_prob": experts[0].routing.renormalise, "shared_expert_intermediate_size": experts[0].shared_size,
+            "mlp_only_layers": [index for index, layer in enumerate(spec.layers) if isinstance(layer.ffn, Dense)],
+            str(family.experts_key): experts[0].size,
         }  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))

@@ -47,7 +47,8 @@ def models(
         return
     from paceline.cli.loading import count, size
     from paceline.model.fetch import DEFAULT_MODEL, models_dir
-    from paceline.model.registry import FAMILIES, SHAPES
+    from paceline.model.registry import FAMILIES
+    from paceline.model.shapes import SHAPES
 
     console = Console(soft_wrap=True, highlight=False)
     found = list(_on_disk(models_dir()))

@@ -71,8 +71,8 @@ def _source(model: str, folder: Path) -> UnloadedModel:
     from paceline.engine.build import find_source
     from paceline.model.fetch import NotDownloaded, find_model
     from paceline.model.files import UnloadedModel, open_files
-    from paceline.model.registry import SHAPES
     from paceline.model.remote_headers import fetch_headers
+    from paceline.model.shapes import SHAPES
 
     if model in SHAPES and not Path(model).exists():
         return find_source(None, load="random", shape=model)

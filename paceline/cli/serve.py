@@ -96,7 +96,7 @@ def serve(
 
             path, tokenizer, own_name = None, VOCAB_SIZE, NAME
         elif load == "random":
-            from paceline.model.registry import shape as named_shape
+            from paceline.model.shapes import shape as named_shape
 
             if model is not None:
                 raise ConfigError(f"model is {model!r} and load is 'random': remove the model and give a shape.")

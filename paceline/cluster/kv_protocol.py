@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,13 +47,20 @@ class KvRejected(PacelineError):
     """The two engines cannot exchange KV; the message says why."""
 
 
+class LayerRun(msgspec.Struct, frozen=True):
+    """Layers behind each other that keep the same of a position."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int  # of keys
+    v_head_dim: int
+
+
 class KvLayout(msgspec.Struct, frozen=True):
     """What two engines must have in common to exchange pages."""
 
     model: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    layers: tuple[LayerRun, ...]
     dtype: str
     kv_dtype: str
     kv_scales: str  # a digest: FP8 numbers mean something only with their scales
@@ -76,13 +84,13 @@ def layout_of(engine: Engine, model: str) -> KvLayout:
     """Of an engine that has loaded `model`."""
     spec, page_size = engine.spec, engine.scheduler.config.page_size
     assert spec is not None, "the executor runs a model"
+    caches = (layer.mixer.cache for layer in spec.layers)
+    kept_of_position = ((one.num_kv_heads, one.head_dim, one.v_head_dim) for one in caches)
     info = engine.info
     rank_bytes = info.kv_rank_bytes or (info.kv_bytes_per_token,)
     return KvLayout(
         model,
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
+        tuple(LayerRun(len(list(run)), *kept) for kept, run in groupby(kept_of_position)),
         info.dtype,
         info.kv_dtype,
         info.kv_scales,

@@ -15,7 +15,7 @@ from paceline.config import ConfigError
 from paceline.model.decoder import Decoder
 from paceline.model.fetch import find_model
 from paceline.model.files import UnloadedModel, open_files
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Progress
 from paceline.text.load import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.read_spec import read_spec
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.request import InvalidRequest
 from paceline.sampling.grammar import Grammars
 from paceline.text.load import load_tokenizer

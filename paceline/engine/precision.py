@@ -81,7 +81,7 @@ def check_arch(config: EngineConfig, arch: int) -> None:
 
 def is_kept_on_gpu(name: str, spec: ModelSpec) -> bool:
     """Whether a GPU keeps a matrix in fewer bits: experts, or, without any, all matrices of layers."""
-    return is_matrix(name) and matrix_kind(name) is (MatrixKind.EXPERTS if spec.num_experts else MatrixKind.LINEAR)
+    return is_matrix(name) and matrix_kind(name) is (MatrixKind.EXPERTS if spec.has_experts else MatrixKind.LINEAR)
 
 
 def rounding_group(spec: ModelSpec, format: WeightFormat, tp: int = 1) -> int:

@@ -13,13 +13,14 @@ the outputs of attention and MLP are summed over all ranks. Logits are those of 
 With a `StageLink` (pipeline parallelism) it has the layers of one stage: the stage before sends the hidden states that
 it begins with, and all but the last send theirs on.
 
-What differs between families is a field of `ModelSpec`; there is one `if` per option and no class per model. This is
-the reference implementation: `CpuModel` and `CudaModel` compute the same with rearranged weights.
+What differs between families is a field of a layer's values (`layers.py`) or of `ModelSpec`; there is one `if` per
+option and no class per model. This is the reference implementation: `CpuModel` and `CudaModel` compute the same with
+rearranged weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,25 +28,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.model.layers import Activation, Attention, Dense, Experts, LayerSpec, Rotation
 from paceline.model.lora import AddAdapters, LoraRows, LoraWeights
 from paceline.model.rank_group import RankGroup, StageLink, embed, shard_of
 from paceline.model.rope import rope_table, rotate
 from paceline.model.spec import ModelSpec
 
 # attend(layer, q[T, heads, D], k[T, kv heads, D], v[T, kv heads, D], sinks) -> [T, heads * D]. Writes k and v into the
-# KV cache at the rows' positions, then computes causal attention with the layer's window, scale and score cap of the
-# spec. sinks [heads]: scores in the denominator of the softmax that are no key's, or None. q, k and v are views of one
+# KV cache at the rows' positions, then computes causal attention with the window, scale and score cap of the layer's
+# mixer. sinks [heads]: scores in the denominator of the softmax that are no key's, or None. q, k and v are views of one
 # buffer: their rows are strided, so copy or index them, never assume that they are contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 GatedActivation = Callable[[Tensor, Tensor], Tensor]  # gate, up -> activation(gate) * up
 
 
-def gated_activation(spec: ModelSpec) -> GatedActivation:
-    """What an MLP does with its gate and up projections: `activation` of the spec."""
-    if spec.activation == "gelu_tanh":
+def gated_activation(activation: Activation) -> GatedActivation:
+    """What an MLP does with its gate and up projections."""
+    if activation.kind == "gelu_tanh":
         return lambda gate, up: F.gelu(gate, approximate="tanh").mul_(up)
-    if spec.activation == "clamped_swiglu":
-        return partial(clamped_swiglu, alpha=spec.swiglu_alpha, limit=spec.swiglu_limit)
+    if activation.kind == "clamped_swiglu":
+        return partial(clamped_swiglu, alpha=activation.swiglu_alpha, limit=activation.swiglu_limit)
     return lambda gate, up: F.silu(gate).mul_(up)
 
 
@@ -76,7 +78,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Experts:
+class MixtureOfExperts:
     """A mixture of experts: the weighted sum of the MLPs that the router chooses for each row, and of a shared expert
     that all rows use, if there is one.
 
@@ -88,7 +90,7 @@ class Experts:
     expert_gate_up: Tensor  # [E, 2F, H]
     expert_down: Tensor  # [E, H, F]
     activation: GatedActivation
-    routing: Routing
+    options: Experts
     router_bias: Tensor | None = None  # [E]
     expert_gate_up_bias: Tensor | None = None  # [E, 2F]
     expert_down_bias: Tensor | None = None  # [E, H]; of ranks, only the first has it
@@ -97,7 +99,7 @@ class Experts:
 
     def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """adapt: changes nothing, since experts have no adapters."""
-        ids, weights = route(F.linear(x, self.router, self.router_bias), self.routing)
+        ids, weights = route(F.linear(x, self.router, self.router_bias), self.options)
         if x.device.type == "cpu":
             out = torch.zeros_like(x)
             add_chosen(out, x, ids, weights, self)
@@ -122,24 +124,15 @@ class Experts:
         return Mlp(self.expert_gate_up[expert], self.expert_down[expert], self.activation, *biases)
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a router chooses: `experts_per_token`, `router` and `renormalise_experts` of ModelSpec."""
-
-    num_chosen: int
-    kind: str = "softmax"
-    renormalise: bool = True
-
-
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """The experts [T, k] of rows and their weights, from the router's logits [T, E]. In float32."""
     wide = logits.float()
-    scores = torch.sigmoid(wide) if routing.kind == "sigmoid" else torch.softmax(wide, dim=-1)
-    weights, ids = torch.topk(scores, routing.num_chosen, dim=-1)
-    return ids, weights / weights.sum(-1, keepdim=True) if routing.renormalise else weights
+    scores = torch.sigmoid(wide) if experts.routing.kind == "sigmoid" else torch.softmax(wide, dim=-1)
+    weights, ids = torch.topk(scores, experts.per_token, dim=-1)
+    return ids, weights / weights.sum(-1, keepdim=True) if experts.routing.renormalise else weights
 
 
-def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: MixtureOfExperts) -> Tensor:
     """out += the experts [T, k] of the rows of x, weighted. Rows are sorted by expert; how many each expert has is read
     on the host, and returned [E]."""
     gate_up_bias, down_bias = experts.expert_gate_up_bias, experts.expert_down_bias
@@ -164,11 +157,14 @@ def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Ex
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """The weights of one layer. `norm_placement` decides which norms there are: before a block, after it, or both."""
+    """The weights of one layer. `LayerSpec.norms` decides which norms there are: before a block, after it, or both."""
 
+    mixer: Attention  # of this rank
+    whole_mixer: Attention  # of all ranks
+    rope: int | None  # index of its table; None: no rotary positions
     qkv: Tensor
     out: Tensor
-    mlp: Mlp | Experts
+    mlp: Mlp | MixtureOfExperts
     attention_norm: Tensor | None = None
     attention_post_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
@@ -208,10 +204,13 @@ class Decoder:
         self.head = weights["embedding" if spec.tied else "head"] if self.shard.is_last else none
         self.norm = weights["norm"] if self.shard.is_last else none
         self.max_positions = max_positions or spec.context_tokens
-        self.rope_tables = [
-            rope_table(rope, spec.head_dim, self.max_positions, self.device, spec.rotary_dim) for rope in spec.ropes
+        rotations = spec.rotations
+        self.rope_tables = [rope_table(one, self.max_positions, self.device) for one in rotations]
+        wholes = self.whole_spec.with_layers(self.shard.layers(self.whole_spec)).layers
+        self.layers = [
+            _layer(layer, whole, rotations, weights, f"{index}.")
+            for index, (layer, whole) in enumerate(zip(spec.layers, wholes, strict=True))
         ]
-        self.layers = [_layer(spec, weights, f"{layer}.") for layer in range(spec.num_layers)]
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
@@ -224,8 +223,7 @@ class Decoder:
         else:
             x = self.stages.receive(len(tokens), self.spec.hidden_size, self.dtype)
         for index, layer in enumerate(self.layers):
-            rope = self.spec.layer_ropes[index]
-            cos_sin = None if rope is None else rotations[rope]
+            cos_sin = None if layer.rope is None else rotations[layer.rope]
             adapt = None if lora is None else partial(lora.add, index)
             attended = self._sum(self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend, adapt))
             x = x + self._norm(attended, layer.attention_post_norm)
@@ -252,20 +250,22 @@ class Decoder:
     def _attention(
         self, index: int, x: Tensor, cos_sin: Tensor | None, attend: Attend, adapt: AddAdapters | None = None
     ) -> Tensor:
-        spec, layer = self.spec, self.layers[index]
+        layer = self.layers[index]
+        mixer, num_kv, eps = layer.mixer, layer.mixer.num_kv_heads, self.spec.rms_eps
         qkv = F.linear(x, layer.qkv, layer.qkv_bias)
         if adapt is not None:
             adapt("qkv", x, qkv)
-        heads = qkv.view(-1, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        heads = qkv.view(-1, mixer.num_heads + 2 * num_kv, mixer.head_dim)
         # Queries and keys are normed and rotated together: half the kernel launches.
-        qk, v = torch.split(heads, [spec.num_heads + spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if layer.qk_norm is not None and spec.full_qk_norm:
-            qk = (qk.float() * full_qk_factors(self.group, self.whole_spec, spec, qk) * layer.qk_norm).to(qk.dtype)
+        qk, v = torch.split(heads, [mixer.num_heads + num_kv, num_kv], dim=1)
+        if layer.qk_norm is not None and mixer.qk_norm == "whole":
+            factors = whole_qk_factors(self.group, layer.whole_mixer, mixer, qk, eps)
+            qk = (qk.float() * factors * layer.qk_norm).to(qk.dtype)
         elif layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (spec.head_dim,), None, spec.rms_eps) * layer.qk_norm
+            qk = F.rms_norm(qk, (mixer.head_dim,), None, eps) * layer.qk_norm
         if cos_sin is not None:
             qk = rotate(qk, cos_sin)
-        q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
+        q, k = torch.split(qk, [mixer.num_heads, num_kv], dim=1)
         attended = attend(index, q, k, v, layer.sinks)
         out = F.linear(attended, layer.out, layer.out_bias)
         if adapt is not None:
@@ -279,16 +279,16 @@ class Decoder:
         return x if weight is None else F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)
 
 
-def full_qk_factors(group: RankGroup | None, whole: ModelSpec, spec: ModelSpec, qk: Tensor) -> Tensor:
-    """[T, heads, 1]: the factors of an RMSNorm over all query heads, and of one over all key heads; spec: of this
+def whole_qk_factors(group: RankGroup | None, whole: Attention, mixer: Attention, qk: Tensor, eps: float) -> Tensor:
+    """[T, heads, 1]: the factors of an RMSNorm over all query heads, and of one over all key heads; mixer: of this
     rank."""
-    counts = [spec.num_heads, spec.num_kv_heads]
+    counts = [mixer.num_heads, mixer.num_kv_heads]
     sums = torch.stack([part.float().square().sum((1, 2)) for part in torch.split(qk, counts, dim=1)], dim=1)
     if group is not None:
         sums[:, 1] *= group.shard.kv_share(whole)
         sums = group.all_reduce(sums)
     means = zip(sums.unbind(1), (whole.q_size, whole.kv_size), counts, strict=True)
-    factors = [torch.rsqrt(total / size + spec.rms_eps)[:, None].expand(-1, count) for total, size, count in means]
+    factors = [torch.rsqrt(total / size + eps)[:, None].expand(-1, count) for total, size, count in means]
     return torch.cat(factors, dim=1).unsqueeze(-1)
 
 
@@ -301,35 +301,43 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
-def _layer(spec: ModelSpec, weights: Mapping[str, Tensor], prefix: str) -> DecoderLayer:
+def _layer(
+    layer: LayerSpec, whole: LayerSpec, rotations: Sequence[Rotation], weights: Mapping[str, Tensor], prefix: str
+) -> DecoderLayer:
     own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    activation = gated_activation(spec)
-    if "router" in own:
-        return DecoderLayer(mlp=_experts(spec, own, activation), **own)
-    in_mlp = {name: own.pop(name) for name in ("gate_up", "gate_up_bias", "down", "down_bias") if name in own}
-    return DecoderLayer(mlp=Mlp(**in_mlp, activation=activation), **own)
+    mlp = _mlp(layer.ffn, own) if isinstance(layer.ffn, Dense) else _experts(layer.ffn, own)
+    rotation = layer.mixer.rotation
+    rope = None if rotation is None else rotations.index(rotation)
+    return DecoderLayer(mixer=layer.mixer, whole_mixer=whole.mixer, rope=rope, mlp=mlp, **own)
 
 
-def _experts(spec: ModelSpec, own: dict[str, Tensor], activation: GatedActivation) -> Experts:
+def _mlp(ffn: Dense, own: dict[str, Tensor]) -> Mlp:
+    """Takes the tensors of an MLP out of those of a layer."""
+    found = {name: own.pop(name) for name in ("gate_up", "gate_up_bias", "down", "down_bias") if name in own}
+    return Mlp(**found, activation=gated_activation(ffn.activation))
+
+
+def _experts(ffn: Experts, own: dict[str, Tensor]) -> MixtureOfExperts:
     """Takes the tensors of a mixture of experts out of those of a layer."""
+    activation = gated_activation(ffn.activation)
 
     def biases(name: str) -> Tensor | None:
-        return own.pop(name).view(spec.num_experts, -1) if name in own else None
+        return own.pop(name).view(ffn.count, -1) if name in own else None
 
     def matrices(name: str) -> Tensor:
         found = own.pop(name)
         # Quantised ones have this shape.
-        return found.view(spec.num_experts, -1, found.shape[1]) if isinstance(found, Tensor) else found
+        return found.view(ffn.count, -1, found.shape[1]) if isinstance(found, Tensor) else found
 
     shared = None
     if "shared_gate_up" in own:
         shared = Mlp(own.pop("shared_gate_up"), own.pop("shared_down"), activation)
-    return Experts(
+    return MixtureOfExperts(
         router=own.pop("router"),
         expert_gate_up=matrices("expert_gate_up"),
         expert_down=matrices("expert_down"),
         activation=activation,
-        routing=Routing(spec.experts_per_token, spec.router, spec.renormalise_experts),
+        options=ffn,
         router_bias=own.pop("router_bias", None),
         expert_gate_up_bias=biases("expert_gate_up_bias"),
         expert_down_bias=biases("expert_down_bias"),

@@ -19,7 +19,7 @@ def family_rows() -> list[tuple[str, ...]]:
             family.models,
             ", ".join(name for name in (family.architecture, family.multimodal) if name),
             family.gguf,
-            yes(family.moe),
+            yes(family.experts_key is not None),
             yes(family.lora),
             yes(family.gpu),
             "yes",

@@ -79,7 +79,7 @@ def open_files(path: str | Path, *, has_data: bool = True) -> ModelFiles:
         scheme = read_format(read_json(path / "config.json"))
         stored = _folder_tensors(path, scheme, has_data=has_data)
     family = next(family for family in FAMILIES if family.name == spec.family)
-    if spec.num_experts:
+    if spec.has_experts:
         stored = name_experts(stored, interleaved=family.interleaved_experts and not is_gguf(path))
     stored = adapt(spec, family, stored, is_gguf=is_gguf(path))
     _check_names(stored_parts(spec), stored, tied=spec.tied, source=str(path))

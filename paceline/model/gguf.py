@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, experts, num_stored_bytes
 from paceline.model.gguf_tensors import dequantise, packed_form, read_quantised
+from paceline.model.layers import Activation, Attention, Dense, Experts, Ffn, RopeSpec, Routing
 from paceline.model.layout import StoredTensor
 from paceline.model.refused_options import refuse_metadata
-from paceline.model.registry import ModelFamily, gguf_family_of, nope_layers, windows_between
+from paceline.model.registry import ModelFamily, all_but_every, gguf_family_of, make_layers, windows_between
 from paceline.model.rope_config import longrope, yarn_attention_factor
-from paceline.model.spec import ModelError, ModelSpec, RopeSpec
+from paceline.model.spec import ModelError, ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,7 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}  # both 27B
 
 def _layer_names(file: GGUFFile, family: ModelFamily) -> dict[str, str]:
     names = dict(_LAYER_NAMES)
-    if family.norm_placement == "both":
+    if family.norms == "both":
         names |= _BETWEEN_NORMS
     if "blk.0.ffn_gate.weight" not in file.tensors:
         names |= _FUSED_MLP
@@ -158,7 +159,6 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
     """The spec of the model in the file."""
     family, arch = _family(file), file.architecture
     refuse_metadata(family.name, {key.removeprefix(f"{arch}."): value for key, value in file.metadata.items()})
-    num_experts = _int(file, "expert_count", 0)
     num_heads, hidden = _int(file, "attention.head_count"), _int(file, "embedding_length")
     num_layers = _int(file, "block_count")
     head_dim = _int(file, "attention.key_length", hidden // num_heads)
@@ -168,66 +168,63 @@ def gguf_spec(file: GGUFFile) -> ModelSpec:
             f"{arch}.rope.dimension_count is {rotated}: only {arch} models that rotate whole heads ({head_dim}) are "
             "supported, choose another model."
         )
-    ffn_size = _int(file, "feed_forward_length", 0 if num_experts else None)
-    expert_ffn_size = _int(file, "expert_feed_forward_length", ffn_size) if num_experts else 0
-    shared = "blk.0.ffn_up_shexp.weight"
     embedding = file.tensors.get("token_embd.weight")
     vocab = embedding.shape[0] if embedding else _int(file, "vocab_size")
     from gguf.constants import GGMLQuantizationType
 
     floats = {"F32": "float32", "F16": "float16"}
     kind = GGMLQuantizationType(embedding.type_id).name if embedding else "BF16"
-    bos, eos = (
-        file.metadata.get("tokenizer.ggml.bos_token_id"),
-        file.metadata.get("tokenizer.ggml.eos_token_id"),
-    )
+    bos, eos = (file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
     context = _int(file, "context_length")
-    windows = _windows(file, family, num_layers)
-    layer_ropes: tuple[int | None, ...] = ()
-    if family.nope_interval:
-        layer_ropes = nope_layers(num_layers, family.nope_interval)
-    elif family.local_theta is not None:
-        layer_ropes = tuple(0 if window is None else 1 for window in windows)
-    return ModelSpec(
-        family=family.name,
-        hidden_size=hidden,
-        num_layers=num_layers,
+    mixer = Attention(
         num_heads=num_heads,
         num_kv_heads=_int(file, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        ffn_size=ffn_size or expert_ffn_size,
-        vocab_size=vocab,
-        context_tokens=context,
-        ropes=_ropes(file, family),
         rotary_dim=None if rotated == head_dim else rotated,
-        rms_eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon")),
-        tied="output.weight" not in file.tensors,
         # The metadata has no key for biases, so the tensors decide.
         qkv_bias=family.qkv_bias or "blk.0.attn_q.bias" in file.tensors,
         out_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         qk_norm=family.qk_norm,
-        full_qk_norm=family.full_qk_norm,
-        activation=family.activation,
-        attention_sinks=family.attention_sinks,
-        norm_placement=family.norm_placement,
-        attention_scale=_attention_scale(file, family, hidden / num_heads),
+        sinks=family.attention_sinks,
+        scale=_attention_scale(file, family, hidden / num_heads),
         score_cap=_float(file, "attn_logit_softcapping", family.defaults.get("attn_logit_softcapping")),
+    )
+    layers = make_layers(
+        family, mixer, [_ffn(file, family)] * num_layers, windows=_windows(file, family, num_layers), context=context,
+        ropes=_ropes(file, family), has_rope=all_but_every(num_layers, family.nope_interval),
+        residual_scale=_float(file, "residual_scale") or 1.0,
+    )  # fmt: skip
+    return ModelSpec(
+        family=family.name,
+        hidden_size=hidden,
+        layers=layers,
+        vocab_size=vocab,
+        context_tokens=context,
+        rms_eps=float(file.get(f"{arch}.attention.layer_norm_rms_epsilon")),
+        tied="output.weight" not in file.tensors,
         logit_cap=_float(file, "final_logit_softcapping", family.defaults.get("final_logit_softcapping")),
         embedding_scale=math.sqrt(hidden) if family.scaled_embedding else _float(file, "embedding_scale") or 1.0,
-        residual_scale=_float(file, "residual_scale") or 1.0,
         logit_scale=1 / (_float(file, "logit_scale") or 1.0),
-        windows=tuple(None if window is None or window >= context else window for window in windows),
-        layer_ropes=layer_ropes,
-        num_experts=num_experts,
-        experts_per_token=_int(file, "expert_used_count") if num_experts else 0,
-        expert_ffn_size=expert_ffn_size,
-        renormalise_experts=family.gguf_renormalised,
-        expert_bias=family.expert_bias,
-        shared_expert_ffn_size=file.tensors[shared].shape[0] if shared in file.tensors else 0,
         bos_id=bos,
         eos_ids=() if eos is None else (eos,),
         dtype=floats.get(kind, "bfloat16"),
+    )
+
+
+def _ffn(file: GGUFFile, family: ModelFamily) -> Ffn:
+    count, activation = _int(file, "expert_count", 0), Activation(kind=family.activation)
+    size = _int(file, "feed_forward_length", 0 if count else None)
+    if not count:
+        return Dense(size=size, activation=activation, bias="blk.0.ffn_up.bias" in file.tensors)
+    shared = file.tensors.get("blk.0.ffn_up_shexp.weight")
+    return Experts(
+        count=count,
+        per_token=_int(file, "expert_used_count"),
+        size=_int(file, "expert_feed_forward_length", size),
+        routing=Routing(renormalise=family.gguf_renormalised),
+        activation=activation,
+        bias=family.expert_bias,
+        shared_size=0 if shared is None else shared.shape[0],
     )
 
 
@@ -242,14 +239,14 @@ def _attention_scale(file: GGUFFile, family: ModelFamily, width: float) -> float
     return _float(file, "attention.scale") or None
 
 
-def _windows(file: GGUFFile, family: ModelFamily, num_layers: int) -> tuple[int | None, ...]:
+def _windows(file: GGUFFile, family: ModelFamily, num_layers: int) -> list[int | None]:
     size = _int(file, "attention.sliding_window", family.window or 0)
     if family.windowed != "always" or not size:
-        return (None,) * num_layers
+        return [None] * num_layers
     pattern = file.metadata.get(f"{file.architecture}.attention.sliding_window_pattern", family.full_interval)
     if isinstance(pattern, list):  # whether each layer has one
-        return tuple(size if has_window else None for has_window in pattern)
-    return windows_between(num_layers, int(pattern), size) if pattern else (size,) * num_layers
+        return [size if has_window else None for has_window in pattern]
+    return windows_between(num_layers, int(pattern), size)
 
 
 def _ropes(file: GGUFFile, family: ModelFamily) -> tuple[RopeSpec, ...]:

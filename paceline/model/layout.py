@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from paceline.model.layers import Attention, Dense, Experts, LayerSpec
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.weight_formats import MatrixKind, WeightFormat
 
@@ -94,9 +95,9 @@ class Shard:
         items = self.part(count // unit)
         return slice(items.start * unit, items.stop * unit)
 
-    def heads(self, spec: ModelSpec) -> tuple[slice, slice]:
-        """This rank's query heads and KV heads."""
-        count, group = spec.num_kv_heads, spec.num_heads // spec.num_kv_heads
+    def heads(self, mixer: Attention) -> tuple[slice, slice]:
+        """This rank's query heads and KV heads. mixer: of the whole model, here and in `kv_share`."""
+        count, group = mixer.num_kv_heads, mixer.num_heads // mixer.num_kv_heads
         if self.size <= count:
             kv = self.part(count)
             return slice(kv.start * group, kv.stop * group), kv
@@ -105,12 +106,12 @@ class Shard:
         queries = Shard(self.rank - first, end - first).part(group, head * group)
         return queries, slice(head, head + 1)
 
-    def kv_share(self, spec: ModelSpec) -> float:
+    def kv_share(self, mixer: Attention) -> float:
         """The part of this rank in its KV heads, which several ranks have if there are fewer of them than ranks."""
-        if self.size <= spec.num_kv_heads:
+        if self.size <= mixer.num_kv_heads:
             return 1.0
-        mine = self.heads(spec)[1]
-        return 1 / sum(Shard(rank, self.size).heads(spec)[1] == mine for rank in range(self.size))
+        mine = self.heads(mixer)[1]
+        return 1 / sum(Shard(rank, self.size).heads(mixer)[1] == mine for rank in range(self.size))
 
     def vocabulary(self, spec: ModelSpec) -> slice:
         """The token ids whose embeddings and logits this rank has."""
@@ -124,36 +125,24 @@ class Shard:
                 f"num_layers is {spec.num_layers}, which {self.num_stages} stages cannot divide among them: "
                 f"choose pp {spec.num_layers} or less."
             )
-        sizes = ["num_heads", "vocab_size"]
-        sizes += ["ffn_size"] if spec.has_dense_layers else []
-        sizes += ["expert_ffn_size"] if spec.num_experts else []
-        sizes += ["shared_expert_ffn_size"] if spec.shared_expert_ffn_size else []
-        for name in sizes:
-            if getattr(spec, name) < self.size:
-                raise ModelError(
-                    f"{name} is {getattr(spec, name)}, which {self.size} ranks cannot divide among them: "
-                    f"choose tp {getattr(spec, name)} or less."
-                )
         if self.num_stages > 1:
             spec = spec.with_layers(self.layers(spec))
         if self.size == 1:
             return spec
-        queries, kv = self.heads(spec)
-        return replace(
-            spec,
-            num_heads=queries.stop - queries.start,
-            num_kv_heads=kv.stop - kv.start,
-            ffn_size=self._width(spec.ffn_size),
-            expert_ffn_size=self._width(spec.expert_ffn_size),
-            shared_expert_ffn_size=self._width(spec.shared_expert_ffn_size),
-        )
+        self.check_divides("vocab_size", spec.vocab_size)
+        return replace(spec, layers=tuple(layer.shard(self) for layer in spec.layers))
 
-    def _width(self, count: int) -> int:
-        """Of this rank's part of so many MLP columns; 1 where too few columns are used by no layer."""
-        if count < self.size:
-            return min(count, 1)
+    def width(self, name: str, count: int) -> int:
+        """How many of so many MLP columns this rank has. name: of their field."""
+        self.check_divides(name, count)
         part = self.aligned_part(count)
         return int(part.stop - part.start)
+
+    def check_divides(self, name: str, count: int) -> None:
+        if count < self.size:
+            raise ModelError(
+                f"{name} is {count}, which {self.size} ranks cannot divide among them: choose tp {count} or less."
+            )
 
 
 WHOLE_MODEL = Shard()
@@ -198,7 +187,7 @@ class StoredPart:
 
     A part with fewer dimensions than its target is repeated over the rows: the QK-norm weights are stored once per
     layer and kept once per head, so that queries and keys are normed together. Those of a norm over all heads
-    (`full_qk_norm`) are stored one head after the other, and `source` selects heads.
+    (`qk_norm` whole) are stored one head after the other, and `source` selects heads.
     """
 
     target: str
@@ -223,9 +212,7 @@ _NORMS: dict[str, dict[str, str]] = {
 
 def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tuple[int, ...]]:
     """The fused tensors of the decoder on one rank, by name."""
-    local = shard.spec(spec)
-    hidden, qkv = spec.hidden_size, local.q_size + 2 * local.kv_size
-    ids = shard.vocabulary(spec)
+    local, hidden, ids = shard.spec(spec), spec.hidden_size, shard.vocabulary(spec)
     vocabulary = (ids.stop - ids.start, hidden)
     shapes: dict[str, tuple[int, ...]] = {}
     if shard.is_first or (shard.is_last and spec.tied):
@@ -234,49 +221,53 @@ def target_shapes(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, tupl
         shapes["norm"] = (hidden,)
         if not spec.tied:
             shapes["head"] = vocabulary
-    for layer in range(local.num_layers):
-        at = f"{layer}."
-        shapes.update({at + name: (hidden,) for name in _NORMS[spec.norm_placement].values()})
-        shapes[at + "qkv"] = (qkv, hidden)
-        shapes[at + "out"] = (hidden, local.q_size)
-        if local.sparse_layers[layer]:
-            shapes.update({at + name: shape for name, shape in _expert_shapes(local, shard).items()})
-        else:
-            shapes[at + "gate_up"] = (2 * local.ffn_size, hidden)
-            shapes[at + "down"] = (hidden, local.ffn_size)
-        if spec.qkv_bias:
-            shapes[at + "qkv_bias"] = (qkv,)
-        if spec.out_bias and shard.rank == 0:
-            shapes[at + "out_bias"] = (hidden,)
-        if spec.mlp_bias:
-            shapes[at + "gate_up_bias"] = (2 * local.ffn_size,)
-        if spec.mlp_bias and shard.rank == 0:
-            shapes[at + "down_bias"] = (hidden,)
-        if spec.qk_norm:
-            shapes[at + "qk_norm"] = (local.num_heads + local.num_kv_heads, spec.head_dim)
-        if spec.attention_sinks:
-            shapes[at + "sinks"] = (local.num_heads,)
+    for index, layer in enumerate(local.layers):
+        shapes.update({f"{index}.{name}": shape for name, shape in _layer_shapes(layer, hidden, shard).items()})
     return shapes
 
 
-def _expert_shapes(local: ModelSpec, shard: Shard) -> dict[str, tuple[int, ...]]:
-    """The tensors of a mixture of experts. Those of all experts follow each other: gate and up of expert 0, gate and up
-    of expert 1, ..."""
-    hidden, experts, shared = local.hidden_size, local.num_experts, local.shared_expert_ffn_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "router": (experts, hidden),
-        "expert_gate_up": (experts * 2 * local.expert_ffn_size, hidden),
-        "expert_down": (experts * hidden, local.expert_ffn_size),
+def _layer_shapes(layer: LayerSpec, hidden: int, shard: Shard) -> dict[str, tuple[int, ...]]:
+    """layer: of this rank. `random_weights` depends on the order: matrices first."""
+    mixer = layer.mixer
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(_NORMS[layer.norms].values(), (hidden,))
+    shapes |= {"qkv": (mixer.qkv_size, hidden), "out": (hidden, mixer.q_size)}
+    shapes |= _ffn_shapes(layer.ffn, hidden, shard)
+    if mixer.qkv_bias:
+        shapes["qkv_bias"] = (mixer.qkv_size,)
+    if mixer.out_bias and shard.rank == 0:
+        shapes["out_bias"] = (hidden,)
+    if mixer.qk_norm != "none":
+        shapes["qk_norm"] = (mixer.num_heads + mixer.num_kv_heads, mixer.head_dim)
+    if mixer.sinks:
+        shapes["sinks"] = (mixer.num_heads,)
+    return shapes
+
+
+def _ffn_shapes(ffn: Dense | Experts, hidden: int, shard: Shard) -> dict[str, tuple[int, ...]]:
+    """The tensors of an MLP or of a mixture of experts, of this rank. Those of all experts follow each other: gate and
+    up of expert 0, gate and up of expert 1, ..."""
+    shapes: dict[str, tuple[int, ...]]
+    if isinstance(ffn, Dense):
+        shapes = {"gate_up": (2 * ffn.size, hidden), "down": (hidden, ffn.size)}
+        if ffn.bias:
+            shapes["gate_up_bias"] = (2 * ffn.size,)
+        if ffn.bias and shard.rank == 0:
+            shapes["down_bias"] = (hidden,)
+        return shapes
+    shapes = {
+        "router": (ffn.count, hidden),
+        "expert_gate_up": (ffn.count * 2 * ffn.size, hidden),
+        "expert_down": (ffn.count * hidden, ffn.size),
     }
-    if local.expert_bias:
-        shapes["router_bias"] = (experts,)
-        shapes["expert_gate_up_bias"] = (experts * 2 * local.expert_ffn_size,)
-    if local.expert_bias and shard.rank == 0:
-        shapes["expert_down_bias"] = (experts * hidden,)
-    if shared:
+    if ffn.bias:
+        shapes["router_bias"] = (ffn.count,)
+        shapes["expert_gate_up_bias"] = (ffn.count * 2 * ffn.size,)
+    if ffn.bias and shard.rank == 0:
+        shapes["expert_down_bias"] = (ffn.count * hidden,)
+    if ffn.shared_size:
         shapes["shared_gate"] = (1, hidden)
-        shapes["shared_gate_up"] = (2 * shared, hidden)
-        shapes["shared_down"] = (hidden, shared)
+        shapes["shared_gate_up"] = (2 * ffn.shared_size, hidden)
+        shapes["shared_down"] = (hidden, ffn.shared_size)
     return shapes
 
 
@@ -311,74 +302,78 @@ def stored_parts(spec: ModelSpec, shard: Shard = WHOLE_MODEL) -> dict[str, Store
         if not spec.tied:
             parts["lm_head.weight"] = _rows("head", shape, vocabulary)
     for index, layer in enumerate(shard.layers(spec)):
-        stored, at = f"model.layers.{layer}.", f"{index}."
-        parts.update(_layer_parts(spec, shard, stored, at))
-        parts.update((_expert_parts if spec.sparse_layers[layer] else _mlp_parts)(spec, shard, stored, at))
+        one, names = spec.layers[layer], (f"model.layers.{layer}.", f"{index}.")
+        parts.update(_layer_parts(one, spec.hidden_size, shard, *names))
+        if isinstance(one.ffn, Dense):
+            parts.update(_mlp_parts(one.ffn, spec.hidden_size, shard, *names))
+        else:
+            parts.update(_expert_parts(one.ffn, spec.hidden_size, shard, *names))
     return parts
 
 
-def _layer_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
-    hidden = spec.hidden_size
-    for name, target in _NORMS[spec.norm_placement].items():
+def _layer_parts(layer: LayerSpec, hidden: int, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
+    """Norms and attention. layer: of the whole model."""
+    mixer = layer.mixer
+    for name, target in _NORMS[layer.norms].items():
         yield f"{stored}{name}.weight", _whole(at + target, (hidden,))
-    q, kv = (slice(heads.start * spec.head_dim, heads.stop * spec.head_dim) for heads in shard.heads(spec))
+    heads = shard.heads(mixer)
+    q, kv = (slice(one.start * mixer.head_dim, one.stop * mixer.head_dim) for one in heads)
     row = 0
-    for name, size, rows in (("q", spec.q_size, q), ("k", spec.kv_size, kv), ("v", spec.kv_size, kv)):
+    for name, size, rows in (("q", mixer.q_size, q), ("k", mixer.kv_size, kv), ("v", mixer.kv_size, kv)):
         yield f"{stored}self_attn.{name}_proj.weight", _rows(at + "qkv", (size, hidden), rows, row)
-        if spec.qkv_bias:
+        if mixer.qkv_bias:
             yield f"{stored}self_attn.{name}_proj.bias", _rows(at + "qkv_bias", (size,), rows, row)
         row += rows.stop - rows.start
-    yield stored + "self_attn.o_proj.weight", _columns(at + "out", (hidden, spec.q_size), q)
-    if spec.out_bias and shard.rank == 0:
+    yield stored + "self_attn.o_proj.weight", _columns(at + "out", (hidden, mixer.q_size), q)
+    if mixer.out_bias and shard.rank == 0:
         yield stored + "self_attn.o_proj.bias", _whole(at + "out_bias", (hidden,))
-    if spec.qk_norm:
-        local, row = shard.spec(spec), 0
-        for name, size, rows, heads in (
-            ("q", spec.q_size, q, local.num_heads),
-            ("k", spec.kv_size, kv, local.num_kv_heads),
-        ):
-            shape, source = ((size,), (rows,)) if spec.full_qk_norm else ((spec.head_dim,), ())
-            yield f"{stored}self_attn.{name}_norm.weight", StoredPart(at + "qk_norm", shape, row, heads, source)
-            row += heads
-    if spec.attention_sinks:
-        yield stored + "self_attn.sinks", _rows(at + "sinks", (spec.num_heads,), shard.heads(spec)[0])
+    if mixer.qk_norm != "none":
+        row = 0
+        for name, size, rows, own in (("q", mixer.q_size, q, heads[0]), ("k", mixer.kv_size, kv, heads[1])):
+            shape, source = ((size,), (rows,)) if mixer.qk_norm == "whole" else ((mixer.head_dim,), ())
+            count = own.stop - own.start
+            yield f"{stored}self_attn.{name}_norm.weight", StoredPart(at + "qk_norm", shape, row, count, source)
+            row += count
+    if mixer.sinks:
+        yield stored + "self_attn.sinks", _rows(at + "sinks", (mixer.num_heads,), heads[0])
 
 
-def _mlp_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
-    hidden, ffn = spec.hidden_size, spec.ffn_size
-    part = shard.aligned_part(ffn)
+def _mlp_parts(mlp: Dense, hidden: int, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
+    part = shard.aligned_part(mlp.size)
     num_rows = part.stop - part.start
     for row, name in ((0, "gate"), (num_rows, "up")):
-        yield f"{stored}mlp.{name}_proj.weight", _rows(at + "gate_up", (ffn, hidden), part, row)
-        if spec.mlp_bias:
-            yield f"{stored}mlp.{name}_proj.bias", _rows(at + "gate_up_bias", (ffn,), part, row)
-    yield stored + "mlp.down_proj.weight", _columns(at + "down", (hidden, ffn), part)
-    if spec.mlp_bias and shard.rank == 0:
+        yield f"{stored}mlp.{name}_proj.weight", _rows(at + "gate_up", (mlp.size, hidden), part, row)
+        if mlp.bias:
+            yield f"{stored}mlp.{name}_proj.bias", _rows(at + "gate_up_bias", (mlp.size,), part, row)
+    yield stored + "mlp.down_proj.weight", _columns(at + "down", (hidden, mlp.size), part)
+    if mlp.bias and shard.rank == 0:
         yield stored + "mlp.down_proj.bias", _whole(at + "down_bias", (hidden,))
 
 
-def _expert_parts(spec: ModelSpec, shard: Shard, stored: str, at: str) -> Iterator[tuple[str, StoredPart]]:
+def _expert_parts(
+    experts: Experts, hidden: int, shard: Shard, stored: str, at: str
+) -> Iterator[tuple[str, StoredPart]]:
     """One name per expert, as Qwen's files have them; `experts.py` renames those of other files."""
-    hidden, ffn, shared = spec.hidden_size, spec.expert_ffn_size, spec.shared_expert_ffn_size
-    yield stored + "mlp.gate.weight", _whole(at + "router", (spec.num_experts, hidden))
+    ffn, shared = experts.size, experts.shared_size
+    yield stored + "mlp.gate.weight", _whole(at + "router", (experts.count, hidden))
     part = shard.aligned_part(ffn)
     num_rows = part.stop - part.start
-    for expert in range(spec.num_experts):
+    for expert in range(experts.count):
         names, row = f"{stored}mlp.experts.{expert}.", 2 * expert * num_rows
         yield names + "gate_proj.weight", _rows(at + "expert_gate_up", (ffn, hidden), part, row)
         yield names + "up_proj.weight", _rows(at + "expert_gate_up", (ffn, hidden), part, row + num_rows)
         columns = (slice(None), part)
         down = StoredPart(at + "expert_down", (hidden, ffn), expert * hidden, hidden, columns)
         yield names + "down_proj.weight", down
-        if spec.expert_bias:
+        if experts.bias:
             target = at + "expert_gate_up_bias"
             yield names + "gate_proj.bias", _rows(target, (ffn,), part, row)
             yield names + "up_proj.bias", _rows(target, (ffn,), part, row + num_rows)
-        if spec.expert_bias and shard.rank == 0:
+        if experts.bias and shard.rank == 0:
             whole = StoredPart(at + "expert_down_bias", (hidden,), expert * hidden, hidden)
             yield names + "down_proj.bias", whole
-    if spec.expert_bias:
-        yield stored + "mlp.gate.bias", _whole(at + "router_bias", (spec.num_experts,))
+    if experts.bias:
+        yield stored + "mlp.gate.bias", _whole(at + "router_bias", (experts.count,))
     if shared:
         part = shard.aligned_part(shared)
         yield stored + "mlp.shared_expert_gate.weight", _whole(at + "shared_gate", (1, hidden))

@@ -167,7 +167,7 @@ def _adapted_matrices(file: LoraFile, spec: ModelSpec) -> Iterator[tuple[str, Te
         stored = StoredTensor(tuple(b.shape), 0, lambda part, b=b: b[part] if part else b)  # type: ignore[misc]
         adapted = adapt(spec, family, {f"{module}.weight": stored}, is_gguf=False)
         adapted = {name: rows for name, rows in adapted.items() if name in whole}
-        if spec.num_experts and _OF_EXPERTS.search(module):
+        if spec.has_experts and _OF_EXPERTS.search(module):
             raise ModelError(
                 f"{file.folder} adapts {module}, a part of a mixture of experts: adapters of experts and routers are "
                 "not supported; train one of attention."

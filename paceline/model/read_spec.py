@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.model.config_json import spec_from_config
 from paceline.model.gguf import gguf_spec
 from paceline.model.gguf_file import is_gguf, open_gguf
-from paceline.model.registry import spec_from_config
 from paceline.model.spec import ModelError, ModelSpec
 
 

@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from paceline.model.spec import RopeSpec
+from paceline.model.layers import RopeSpec, Rotation
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 0) -> torch.Tensor:
@@ -62,12 +62,10 @@ def _yarn(rope: RopeSpec, plain: torch.Tensor, head_dim: int) -> torch.Tensor:
     return plain / rope.factor * stretch + plain * (1 - stretch)
 
 
-def rope_table(
-    rope: RopeSpec, head_dim: int, num_positions: int, device: torch.device, rotary_dim: int | None = None
-) -> torch.Tensor:
+def rope_table(rotation: Rotation, num_positions: int, device: torch.device) -> torch.Tensor:
     """[num_positions, head_dim] float32: the cosines of a position, then its sines. Pairs beyond rotary_dim have cosine
     1 and sine 0 (`stored.rotary_order` puts them there)."""
-    rotated = rotary_dim or head_dim
+    rope, head_dim, rotated = rotation
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(rope, rotated, num_positions))
     cos, sin = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.model.spec import ModelError, RopeSpec
+from paceline.model.errors import ModelError
+from paceline.model.layers import RopeSpec
 
 
 def read_ropes(config: Mapping[str, Any], default_theta: float, local_theta: float | None) -> tuple[RopeSpec, ...]:
@@ -28,7 +29,7 @@ def read_ropes(config: Mapping[str, Any], default_theta: float, local_theta: flo
 
 
 def read_rotary_dim(config: Mapping[str, Any], head_dim: int) -> int | None:
-    """`ModelSpec.rotary_dim` of a config.json."""
+    """`Attention.rotary_dim` of a config.json."""
     scaling = config.get("rope_parameters") or {}
     partial = float(scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
     return None if partial == 1.0 else int(head_dim * partial)

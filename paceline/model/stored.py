@@ -12,10 +12,12 @@ a norm is folded into.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paceline.model.layers import LayerSpec
 from paceline.model.layout import StoredTensor
 from paceline.model.registry import ModelFamily
 from paceline.model.spec import ModelSpec
@@ -31,6 +33,9 @@ _TEXT_PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
+_FUSED = re.compile(r"\.(qkv|gate_up)_proj\.")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_HEADS = ("q_proj", "k_proj", "q_norm", "k_norm")  # their rows are those of heads
 _NOT_TEXT = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 Rows = Callable[["Tensor"], "Tensor"]  # of a tensor with whole heads in its rows, to one of the same shape
 
@@ -43,17 +48,24 @@ def adapt(
     for stored_name, tensor in stored.items():
         name = stored_name if family.multimodal is None else _text_name(stored_name)
         if name is not None:
-            found.update(_divided(spec, name, tensor))
+            found.update(_divided(_layer_of(spec, name), name, tensor))
     for name, tensor in found.items():
-        part = name.split(".")[-2] if "." in name else ""
+        layer, part = _layer_of(spec, name), name.split(".")[-2] if "." in name else ""
         if family.norms_plus_one and not is_gguf and part.endswith("norm"):
             tensor = _mapped(tensor, lambda values: values.float() + 1)
-        if spec.rotary_dim is not None and part in ("q_proj", "k_proj", "q_norm", "k_norm"):
-            tensor = _rearranged(tensor, _head_rows(rotary_order(spec.head_dim, spec.rotary_dim)))
-        if spec.residual_scale != 1.0 and part in ("o_proj", "down_proj"):
-            tensor = _scaled(tensor, spec.residual_scale)
+        if layer is not None and layer.mixer.rotary_dim is not None and part in _HEADS:
+            tensor = _rearranged(tensor, _head_rows(rotary_order(layer.mixer.head_dim, layer.mixer.rotary_dim)))
+        if layer is not None and layer.residual_scale != 1.0 and part in ("o_proj", "down_proj"):
+            tensor = _scaled(tensor, layer.residual_scale)
         found[name] = tensor
     return found
+
+
+def _layer_of(spec: ModelSpec, name: str) -> LayerSpec | None:
+    """The layer that a parameter belongs to; None if the model has no such layer."""
+    match = _LAYER.match(name)
+    index = spec.num_layers if match is None else int(match[1])
+    return spec.layers[index] if index < spec.num_layers else None
 
 
 def rotary_order(head_dim: int, rotary_dim: int) -> list[int]:
@@ -73,19 +85,20 @@ def _text_name(name: str) -> str | None:
     return name
 
 
-def _divided(spec: ModelSpec, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
+def _divided(layer: LayerSpec | None, name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """The parts of a fused matrix or bias by their own names; another parameter as it is."""
-    for fused, parts in (
-        ("qkv_proj", {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}),
-        ("gate_up_proj", {"gate_proj": spec.ffn_size, "up_proj": spec.ffn_size}),
-    ):
-        if f".{fused}." in name and tensor.shape[0] == sum(parts.values()):
-            first = 0
-            for part, count in parts.items():
-                yield name.replace(fused, part), _rows_of(tensor, first, count)
-                first += count
-            return
-    yield name, tensor
+    parts: dict[str, int] = {}
+    if layer is not None and ".qkv_proj." in name:
+        parts = {"q_proj": layer.mixer.q_size, "k_proj": layer.mixer.kv_size, "v_proj": layer.mixer.kv_size}
+    elif layer is not None and ".gate_up_proj." in name:
+        parts = {"gate_proj": layer.ffn.size, "up_proj": layer.ffn.size}
+    if not parts or tensor.shape[0] != sum(parts.values()):
+        yield name, tensor
+        return
+    first = 0
+    for part, count in parts.items():
+        yield _FUSED.sub(f".{part}.", name), _rows_of(tensor, first, count)
+        first += count
 
 
 def _rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:

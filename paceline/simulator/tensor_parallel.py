@@ -13,7 +13,7 @@ import msgspec
 from paceline.config import ConfigError
 from paceline.engine.pass_features import PassFeatures
 from paceline.engine.virtual.tensor_parallel import RankWork
-from paceline.model.registry import SHAPES
+from paceline.model.shapes import SHAPES
 from paceline.model.spec import ModelSpec
 from paceline.simulator.profile import Linear, Profile
 

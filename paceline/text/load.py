@@ -9,9 +9,9 @@ from typing import Any
 
 import tokenizers
 
+from paceline.model.config_json import token_ids
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.gguf_file import is_gguf, open_gguf, whole_name
-from paceline.model.registry import token_ids
 from paceline.model.spec import ModelError
 from paceline.text.gguf_tokenizer import gguf_tokenizer
 from paceline.text.synthetic import synthetic_tokenizer

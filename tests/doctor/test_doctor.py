@@ -28,9 +28,9 @@ from paceline.engine import kv_sizing
 from paceline.engine.build import facts
 from paceline.engine.cpu.native import native_library
 from paceline.engine.cuda.self_test import launch_kernel
+from paceline.model.config_json import spec_from_config
 from paceline.model.fetch import fetch_default
 from paceline.model.layout import stored_parts
-from paceline.model.registry import spec_from_config
 from tests.helpers import needs_compiler
 
 GIB = 2**30

@@ -17,7 +17,7 @@ from paceline.engine.build.resolution import why_no_drafts
 from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.spec import ModelError
 from paceline.request import Refused, SamplingParams
 

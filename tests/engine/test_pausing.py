@@ -26,7 +26,7 @@ from paceline.engine.pausing import PauseMode
 from paceline.engine.virtual.build import build_virtual
 from paceline.engine.weight_update import update_weights
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import load_decoder, random_weights
 from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
 

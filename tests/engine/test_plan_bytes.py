@@ -21,7 +21,7 @@ from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_decoder
 from paceline.request import PacelineError, SamplingParams, as_tokens
 from paceline.scheduler import Scheduler

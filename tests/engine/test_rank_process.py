@@ -26,7 +26,7 @@ from paceline.engine.rank_messages import (
 from paceline.engine.rank_process import run_rank
 from paceline.engine.weight_source import WeightSource
 from paceline.model.lora import read_adapter
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.request import Request, SamplingParams, as_tokens
 from paceline.scheduler import Scheduler
 from tests.oracle.adapters import adapted_shapes, write_adapter

@@ -13,7 +13,7 @@ from paceline.engine.build.facts import CPU, DeviceFacts, gpu_of_arch
 from paceline.engine.build.resolution import Resolution, resolve
 from paceline.model.files import ModelFiles, UnloadedModel
 from paceline.model.layout import PackedForm, StoredTensor, is_matrix, matrix_kind, stored_parts
-from paceline.model.registry import shape
+from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.weights_plan import Origin
 from paceline.weight_formats import FP8, GGUF, INT4, MXFP4, Q4, Q8, MatrixKind, WeightFormat
@@ -71,7 +71,7 @@ def test_weights_stay_as_they_are_stored(source: UnloadedModel, device: DeviceFa
     assert (found.config.quantization, found.weights.is_stored) == (expected, True)
     assert reason(found) == "the weights are stored so" and not any(one.is_warning for one in found.choices)
     kinds = {one.kind for one in found.weights.matrices if one.origin is Origin.STORED}
-    assert kinds == {MatrixKind.EXPERTS if source.spec.num_experts else MatrixKind.LINEAR}
+    assert kinds == {MatrixKind.EXPERTS if source.spec.has_experts else MatrixKind.LINEAR}
     wide = resolved(source, device, quantization="none")
     assert found.weights.num_bytes < wide.weights.num_bytes == wide.weights.loading_bytes
 
@@ -83,7 +83,7 @@ def test_weights_stay_as_they_are_stored(source: UnloadedModel, device: DeviceFa
         (stored_in(EXPERTS, INT4, group=128), GPU, {}, "no kernels for experts in this form", True),
         (stored_in(LARGE, FP8, group=128, block_rows=128), GPU, {}, "only experts have kernels for scales of", True),
         (stored_in(LARGE, FP8, group=0, wide="layers.3.mlp.down"), GPU, {}, "3.down is stored in 16 bits", True),
-        (stored_in(shape("tiny-gemma2"), FP8, group=0), GPU, {}, "norm_placement is 'both'", True),
+        (stored_in(shape("tiny-gemma2"), FP8, group=0), GPU, {}, "norms are 'both'", True),
         (stored_in(shape("tiny-olmo2"), INT4, group=32), GPU, {}, "such weights need norms before blocks and", True),
         (stored_in(LARGE, INT4, group=128), GPU, {"tp": 16}, "tp 16 divides columns that have one scale", True),
         (stored_in(LARGE, FP8, group=0), GPU, {"max_lora_rank": 8}, "LoRA adapters need 16 bits on a GPU", True),
@@ -114,7 +114,7 @@ def test_what_is_expanded_says_why(
         (UnloadedModel(EXPERTS), GPU, {"quantization": "q8"}, "'q8' and the model has a mixture of experts"),
         (UnloadedModel(LARGE), GPU, {"quantization": "mxfp4"}, "'mxfp4' and the model has no experts: leave it out"),
         (UnloadedModel(shape("tiny-gpt-oss")), GPU, {"quantization": "mxfp4"}, "matrices have 56, 64 columns"),
-        (UnloadedModel(shape("tiny-gemma2")), GPU, {"quantization": "fp8"}, "'fp8' and norm_placement is 'both'"),
+        (UnloadedModel(shape("tiny-gemma2")), GPU, {"quantization": "fp8"}, "'fp8' and norms are 'both'"),
         (UnloadedModel(LARGE), GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype is 'float16': set it to bf"),
         (UnloadedModel(LARGE), GPU, {"quantization": "fp8", "max_lora_rank": 8}, "LoRA adapters need 16 bits on a"),
         (UnloadedModel(LARGE), GPU, {"quantization": "gguf"}, "'gguf', which needs a quantised GGUF file"),
@@ -142,7 +142,7 @@ def test_what_is_expanded_says_why(
         (UnloadedModel(DENSE), HOST, {"tp": 64}, "which 64 ranks cannot divide among them"),
         (UnloadedModel(LARGE), replace(GPU, free_bytes=20 << 30), {}, "take 27.51 GiB, but only 20.00 GiB of memory"),
         (UnloadedModel(LARGE), replace(GPU, free_bytes=20 << 30), {"quantization": "fp8"}, "take 27.51 GiB, but only"),
-        (UnloadedModel(replace(DENSE, head_dim=24)), GPU, {}, "head_dim is 24: device cuda needs a multiple of 16"),
+        (UnloadedModel(vary(DENSE, head_dim=24)), GPU, {}, "head_dim is 24: device cuda needs a multiple of 16"),
     ],
 )
 def test_what_is_not_possible_is_refused(

@@ -30,9 +30,10 @@ from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
+from paceline.model.layers import Dense
 from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.quantised import quantise
-from paceline.model.registry import shape
+from paceline.model.shapes import shape, vary
 from paceline.model.weights import random_decoder, random_weights
 from paceline.parallel.stages import StagePipe
 from paceline.parallel.threads import ThreadGroup
@@ -136,9 +137,10 @@ STAGES: list[tuple[str, dict[str, Any]]] = [
 ]  # with pipeline parallelism
 NOT_SCHEDULERS = ("draft", "rank", "kv", "quantization", "formats", "lora", "in_memory")  # options
 # Large enough for the fused GEMM.
+_GPT_OSS = shape("tiny-gpt-oss")
 SPECS = {
-    "wide": replace(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn_size=512),
-    "groups of 32": replace(shape("tiny-gpt-oss"), expert_ffn_size=96),
+    "wide": vary(shape("tiny-qwen3"), hidden_size=512, num_heads=16, head_dim=32, ffn=Dense(size=512)),
+    "groups of 32": vary(_GPT_OSS, ffn=replace(_GPT_OSS.expert_layers[0], size=96)),
 }
 PARAMS: list[dict[str, Any]] = [
     {"temperature": 0},

@@ -22,7 +22,7 @@ from paceline.engine.cuda.variants import kernel_variants
 from paceline.kernels.binaries import KernelBinary, compile_for, compile_variant
 from paceline.kernels.variants import KernelVariant
 from paceline.model.files import UnloadedModel
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 
 _SHARED_BYTES, _REGISTERS, _WARPS = 227 * 1024, 65536, 64  # per multiprocessor
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
-from paceline.model.spec import ModelSpec
+from paceline.model.layers import Attention
 
 
 class ContiguousCache:
@@ -35,24 +35,21 @@ class ContiguousCache:
         self.keys[layer].append(k)
         self.values[layer].append(v)
         keys, values = torch.cat(self.keys[layer]), torch.cat(self.values[layer])
-        return attention(self.decoder.spec, layer, q, keys, values, sinks)
+        return attention(self.decoder.spec.layers[layer].mixer, q, keys, values, sinks)
 
 
-def attention(
-    spec: ModelSpec, layer: int, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None
-) -> Tensor:
+def attention(mixer: Attention, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Causal attention of the last len(q) positions, by its formula."""
-    group = spec.num_heads // spec.num_kv_heads
+    group = mixer.num_heads // mixer.num_kv_heads
     keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * spec.softmax_scale
-    if spec.score_cap is not None:
-        scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * mixer.softmax_scale
+    if mixer.score_cap is not None:
+        scores = mixer.score_cap * torch.tanh(scores / mixer.score_cap)
     at = torch.arange(len(keys), device=q.device)
     query, key = at[-len(q) :, None], at[None, :]
     visible = key <= query
-    window = spec.windows[layer]
-    if window is not None:
-        visible &= key > query - window
+    if mixer.window is not None:
+        visible &= key > query - mixer.window
     scores = scores.masked_fill(~visible, float("-inf")).float()
     if sinks is not None:  # one more column, of which no value is read
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(q), 1)), -1)

@@ -1,8 +1,10 @@
-"""The options of ModelSpec against a forward pass written out in plain torch."""
+"""The options of a model and of its layers against a forward pass written out in plain torch."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,50 +14,52 @@ from contiguous_cache import ContiguousCache
 from torch import Tensor
 
 from paceline.engine.cpu.model import CpuModel
-from paceline.model.decoder import Decoder, Experts, route
-from paceline.model.registry import shape
+from paceline.model.decoder import Decoder, MixtureOfExperts, route
+from paceline.model.layers import Activation, Dense, Experts, RopeSpec, Routing
 from paceline.model.rope import inverse_frequencies
-from paceline.model.spec import ModelError, ModelSpec, RopeSpec
+from paceline.model.shapes import shape, vary
+from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.weights import random_weights
 
 BASE = shape("tiny-llama")
 TWO_ROPES = (RopeSpec(theta=10_000.0), RopeSpec(theta=300.0, kind="linear", factor=3.0))
-EXPERTS = {"num_experts": 9, "experts_per_token": 3, "expert_ffn_size": 40}
+EXPERTS = Experts(count=9, per_token=3, size=40)
+DENSE = Dense(size=112)
+GELU = Dense(size=112, activation=Activation(kind="gelu_tanh"))
+SWIGLU = Activation(kind="clamped_swiglu", swiglu_alpha=1.3, swiglu_limit=0.8)
+WINDOWS = (None, 5, None, 3)
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "activation": {"activation": "gelu_tanh"},
-    "attention scale": {"attention_scale": 0.1},
+    "activation": {"ffn": GELU},
+    "attention scale": {"scale": 0.1},
     "logit cap": {"logit_cap": 2.5},
-    "post norm": {"norm_placement": "post"},
-    "norms before and after": {"norm_placement": "both"},
-    "full QK-norm": {"qk_norm": True, "full_qk_norm": True},
+    "post norm": {"norms": "post"},
+    "norms before and after": {"norms": "both"},
+    "full QK-norm": {"qk_norm": "whole"},
     "factors": {"embedding_scale": 3.0, "logit_scale": 0.4},
-    "two ropes": {"ropes": TWO_ROPES, "layer_ropes": (0, 1, None, 1)},
-    "experts": {**EXPERTS, "sparse_layers": (True, False, True, True)},
+    "two ropes": {"ropes": (TWO_ROPES[0], TWO_ROPES[1], None, TWO_ROPES[1])},
+    "experts": {"ffns": (EXPERTS, DENSE, EXPERTS, EXPERTS)},
     "experts scored by sigmoid, and a shared one": {
-        **EXPERTS,
-        "sparse_layers": (),
-        "router": "sigmoid",
-        "renormalise_experts": False,
-        "shared_expert_ffn_size": 24,
+        "ffn": replace(EXPERTS, routing=Routing(kind="sigmoid", renormalise=False), shared_size=24),
     },
-    "attention sinks": {"attention_sinks": True, "windows": (None, 5, None, 3)},
-    "clamped SwiGLU": {"activation": "clamped_swiglu", "swiglu_alpha": 1.3, "swiglu_limit": 0.8},
-    "experts with biases": {**EXPERTS, "sparse_layers": (True, False, True, True), "expert_bias": True},
+    "attention sinks": {"sinks": True, "windows": WINDOWS},
+    "clamped SwiGLU": {"ffn": Dense(size=112, activation=SWIGLU)},
+    "experts with biases": {"ffns": (replace(EXPERTS, bias=True), DENSE, *[replace(EXPERTS, bias=True)] * 2)},
+    "FFNs of different kinds, sizes and activations": {
+        "ffns": (Dense(size=72, bias=True), EXPERTS, GELU, Experts(count=4, per_token=2, size=24, activation=SWIGLU)),
+    },
     "all of them": {
-        "activation": "gelu_tanh",
-        "attention_scale": 0.3,
+        "scale": 0.3,
         "logit_cap": 4.0,
-        "norm_placement": "both",
-        "ropes": TWO_ROPES,
-        "layer_ropes": (1, None, 0, 1),
-        "windows": (None, 5, None, 3),
-        "qk_norm": True,
+        "norms": "both",
+        "ropes": (TWO_ROPES[1], None, TWO_ROPES[0], TWO_ROPES[1]),
+        "windows": WINDOWS,
+        "qk_norm": "heads",
         "embedding_scale": 0.7,
         "logit_scale": 1.4,
         "qkv_bias": True,
         "out_bias": True,
-        "mlp_bias": True,
+        "ffn": replace(GELU, bias=True),
     },
 }
 TOKENS = torch.randint(0, 512, (23,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -82,53 +86,58 @@ def rotate(x: Tensor, rope: RopeSpec) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def mlp(spec: ModelSpec, y: Tensor, gate_up: Tensor, down: Tensor, up_bias: Any = 0.0, down_bias: Any = 0.0) -> Tensor:
+def mlp(
+    activation: Activation, y: Tensor, gate_up: Tensor, down: Tensor, up_bias: Any = 0.0, down_bias: Any = 0.0
+) -> Tensor:
     gate, up = (y @ gate_up.T + up_bias).chunk(2, -1)
-    if spec.activation == "clamped_swiglu":
-        gate = torch.minimum(gate, torch.tensor(spec.swiglu_limit))
-        up = torch.maximum(torch.minimum(up, torch.tensor(spec.swiglu_limit)), torch.tensor(-spec.swiglu_limit)) + 1
-        gate = gate / (1 + torch.exp(-spec.swiglu_alpha * gate))
-    elif spec.activation == "silu":
+    if activation.kind == "clamped_swiglu":
+        limit = torch.tensor(activation.swiglu_limit)
+        gate = torch.minimum(gate, limit)
+        up = torch.maximum(torch.minimum(up, limit), -limit) + 1
+        gate = gate / (1 + torch.exp(-activation.swiglu_alpha * gate))
+    elif activation.kind == "silu":
         gate = gate * torch.sigmoid(gate)
     else:
         gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
     return (gate * up) @ down.T + down_bias
 
 
-def experts(spec: ModelSpec, own: dict[str, Tensor], y: Tensor) -> Tensor:
+def experts(ffn: Experts, own: dict[str, Tensor], y: Tensor) -> Tensor:
     """Of one token."""
     logits = own["router"] @ y + own.get("router_bias", 0.0)
-    scores = logits.sigmoid() if spec.router == "sigmoid" else logits.exp() / logits.exp().sum()
-    chosen = sorted(range(spec.num_experts), key=lambda expert: -scores[expert])[: spec.experts_per_token]
-    total = sum(scores[expert] for expert in chosen) if spec.renormalise_experts else 1.0
+    scores = logits.sigmoid() if ffn.routing.kind == "sigmoid" else logits.exp() / logits.exp().sum()
+    chosen = sorted(range(ffn.count), key=lambda expert: -scores[expert])[: ffn.per_token]
+    total = sum(scores[expert] for expert in chosen) if ffn.routing.renormalise else 1.0
     out = torch.zeros_like(y)
     for expert in chosen:
         gate_up, down = (
-            own[f"expert_{name}"].view(spec.num_experts, -1, size)[expert]
-            for name, size in (("gate_up", spec.hidden_size), ("down", spec.expert_ffn_size))
+            own[f"expert_{name}"].view(ffn.count, -1, size)[expert]
+            for name, size in (("gate_up", len(y)), ("down", ffn.size))
         )
         biases = (
-            own[name].view(spec.num_experts, -1)[expert] if spec.expert_bias else 0.0
+            own[name].view(ffn.count, -1)[expert] if ffn.bias else 0.0
             for name in ("expert_gate_up_bias", "expert_down_bias")
         )
-        out += scores[expert] / total * mlp(spec, y, gate_up, down, *biases)
-    if spec.shared_expert_ffn_size:
-        out += (own["shared_gate"] @ y).sigmoid() * mlp(spec, y, own["shared_gate_up"], own["shared_down"])
+        out += scores[expert] / total * mlp(ffn.activation, y, gate_up, down, *biases)
+    if ffn.shared_size:
+        shared = mlp(ffn.activation, y, own["shared_gate_up"], own["shared_down"])
+        out += (own["shared_gate"] @ y).sigmoid() * shared
     return out
 
 
 def formula(spec: ModelSpec, weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Logits of all tokens, straight from the definition of each option."""
     x = weights["embedding"][torch.tensor(tokens)] * spec.embedding_scale
-    num_q, num_kv, eps = spec.num_heads, spec.num_kv_heads, spec.rms_eps
+    eps = spec.rms_eps
     positions = torch.arange(len(tokens))
     distance = positions[:, None] - positions
-    for layer in range(spec.num_layers):
-        own = {name.split(".", 1)[1]: weight for name, weight in weights.items() if name.startswith(f"{layer}.")}
-        y = x if spec.norm_placement == "post" else norm(x, own["attention_norm"], eps)
+    for index, layer in enumerate(spec.layers):
+        own = {name.split(".", 1)[1]: weight for name, weight in weights.items() if name.startswith(f"{index}.")}
+        mixer, num_q, num_kv = layer.mixer, layer.mixer.num_heads, layer.mixer.num_kv_heads
+        y = x if layer.norms == "post" else norm(x, own["attention_norm"], eps)
         y = y @ own["qkv"].T + own.get("qkv_bias", 0.0)
-        qk, v = y.view(len(tokens), -1, spec.head_dim).split([num_q + num_kv, num_kv], 1)
-        if spec.full_qk_norm:
+        qk, v = y.view(len(tokens), -1, mixer.head_dim).split([num_q + num_kv, num_kv], 1)
+        if mixer.qk_norm == "whole":
             qk = torch.cat(
                 [
                     norm(part.flatten(1), weight.flatten(), eps).view(part.shape)
@@ -138,35 +147,34 @@ def formula(spec: ModelSpec, weights: dict[str, Tensor], tokens: list[int]) -> T
                 ],
                 1,
             )
-        elif spec.qk_norm:
+        elif mixer.qk_norm == "heads":
             qk = norm(qk, own["qk_norm"], eps)
-        rope = spec.layer_ropes[layer]
-        qk = qk if rope is None else rotate(qk, spec.ropes[rope])
+        qk = qk if mixer.rope is None else rotate(qk, mixer.rope)
         q, k = qk.split([num_q, num_kv], 1)
         k, v = k.repeat_interleave(num_q // num_kv, 1), v.repeat_interleave(num_q // num_kv, 1)
-        scale = 1 / math.sqrt(spec.head_dim) if spec.attention_scale is None else spec.attention_scale
-        hidden = (distance < 0) | (distance >= (spec.windows[layer] or len(tokens)))
+        scale = 1 / math.sqrt(mixer.head_dim) if mixer.scale is None else mixer.scale
+        hidden = (distance < 0) | (distance >= (mixer.window or len(tokens)))
         scores = (torch.einsum("qhd,khd->hqk", q, k) * scale).masked_fill(hidden, -math.inf)
         total = scores.exp().sum(-1, keepdim=True)
-        if spec.attention_sinks:
+        if mixer.sinks:
             total = total + own["sinks"].exp()[:, None, None]
         y = torch.einsum("hqk,khd->qhd", scores.exp() / total, v).reshape(len(tokens), -1)
         y = y @ own["out"].T + own.get("out_bias", 0.0)
-        x = x + (y if spec.norm_placement == "pre" else norm(y, own["attention_post_norm"], eps))
-        y = x if spec.norm_placement == "post" else norm(x, own["mlp_norm"], eps)
-        if spec.sparse_layers[layer]:
-            y = torch.stack([experts(spec, own, row) for row in y])
+        x = x + (y if layer.norms == "pre" else norm(y, own["attention_post_norm"], eps))
+        y = x if layer.norms == "post" else norm(x, own["mlp_norm"], eps)
+        if isinstance(layer.ffn, Experts):
+            y = torch.stack([experts(layer.ffn, own, row) for row in y])
         else:
             biases = own.get("gate_up_bias", 0.0), own.get("down_bias", 0.0)
-            y = mlp(spec, y, own["gate_up"], own["down"], *biases)
-        x = x + (y if spec.norm_placement == "pre" else norm(y, own["mlp_post_norm"], eps))
+            y = mlp(layer.ffn.activation, y, own["gate_up"], own["down"], *biases)
+        x = x + (y if layer.norms == "pre" else norm(y, own["mlp_post_norm"], eps))
     logits = norm(x, weights["norm"], eps) @ weights["head"].T * spec.logit_scale
     return logits if spec.logit_cap is None else spec.logit_cap * torch.tanh(logits / spec.logit_cap)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
-    spec = replace(BASE, **OPTIONS[option])
+    spec = vary(BASE, **OPTIONS[option])
     weights = weights_of(spec)
     expected = formula(spec, weights, TOKENS)
     plain = formula(BASE, weights_of(BASE), TOKENS)
@@ -187,38 +195,46 @@ def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
 
 @pytest.mark.parametrize("option", ["experts", "experts with biases"])
 def test_experts_of_some_rows_equal_all_experts_masked(option: str) -> None:
-    spec = replace(BASE, **OPTIONS[option])
+    spec = vary(BASE, **OPTIONS[option])
     mlp = Decoder(spec, weights_of(spec)).layers[0].mlp
-    assert isinstance(mlp, Experts)
+    assert isinstance(mlp, MixtureOfExperts)
     x = torch.randn(17, spec.hidden_size, generator=torch.Generator().manual_seed(2))
     logits = torch.nn.functional.linear(x, mlp.router, mlp.router_bias)
-    torch.testing.assert_close(mlp(x), mlp.masked(x, *route(logits, mlp.routing)), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(mlp(x), mlp.masked(x, *route(logits, mlp.options)), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "message"),
     [
-        ({"activation": "relu"}, "activation is 'relu': choose one of silu, gelu_tanh, clamped_swiglu"),
-        ({"swiglu_limit": 0.0}, "swiglu_limit is 0.0: give a positive number"),
-        ({"attention_sinks": True, "score_cap": 5.0}, "score_cap is 5.0: attention sinks with a cap are not supported"),
-        ({"norm_placement": "none"}, "norm_placement is 'none': choose one of pre, post, both"),
-        ({"attention_scale": 0.0}, "attention_scale is 0.0: give a positive number, or None for the default"),
-        ({"score_cap": -1.0}, "score_cap is -1.0: give a positive number"),
-        ({"logit_cap": math.inf}, "logit_cap is inf: give a positive number"),
-        ({"embedding_scale": 0.0}, "embedding_scale is 0.0: give a positive number"),
-        ({"rotary_dim": 18}, "rotary_dim is 18: give an even number up to head_dim = 16"),
-        ({"layer_ropes": (0, 1, 0, 0)}, "layer_ropes has the index 1, but ropes has 1 entries: give an index below 1"),
-        ({**EXPERTS, "sparse_layers": (), "router": "top"}, "router is 'top': choose one of softmax, sigmoid"),
-        ({"sparse_layers": (True,) * 4}, "num_experts is 0: give at least 1"),
-        ({**EXPERTS, "sparse_layers": (), "experts_per_token": 10}, "experts_per_token is 10: give 1 to num_exp"),
-        ({**EXPERTS, "sparse_layers": (), "mlp_bias": True}, "mlp_bias is True: layers with experts have exp"),
+        (lambda: Activation(kind="relu"), "Activation.kind is 'relu': choose one of silu, gelu_tanh, clamped_swiglu"),
+        (lambda: Activation(swiglu_limit=0.0), "Activation.swiglu_limit is 0.0: give a positive number"),
+        (lambda: Dense(size=0), "Dense.size is 0: give at least 1"),
+        (lambda: Routing(kind="top"), "Routing.kind is 'top': choose one of softmax, sigmoid"),
+        (lambda: replace(EXPERTS, count=0), "Experts.count is 0: give at least 1"),
+        (lambda: replace(EXPERTS, per_token=10), "Experts.per_token is 10: give 1 to count = 9"),
         (
-            {**EXPERTS, "sparse_layers": (), "expert_bias": True, "shared_expert_ffn_size": 8},
-            "expert_bias is True: a shared expert with biases is not supported",
+            lambda: replace(EXPERTS, bias=True, shared_size=8),
+            "Experts.bias is True: a shared expert beside it is not supported",
         ),
-        ({"layer_ropes": (0, 0)}, "layer_ropes has 2 entries for 4 layers: give one per layer"),
+        (lambda: vary(BASE, norms="none"), "LayerSpec.norms is 'none': choose one of pre, post, both"),
+        (lambda: vary(BASE, residual_scale=0.0), "LayerSpec.residual_scale is 0.0: give a positive number"),
+        (lambda: vary(BASE, num_kv_heads=4), "Attention.num_heads is 6, which is not a multiple of num_kv_heads = 4"),
+        (lambda: vary(BASE, head_dim=15), "Attention.head_dim is 15: give an even number"),
+        (lambda: vary(BASE, window=0), "Attention.window is 0: give at least 1"),
+        (lambda: vary(BASE, qk_norm="all"), "Attention.qk_norm is 'all': choose one of none, heads, whole"),
+        (lambda: vary(BASE, scale=0.0), "Attention.scale is 0.0: give a positive number"),
+        (lambda: vary(BASE, score_cap=-1.0), "Attention.score_cap is -1.0: give a positive number"),
+        (
+            lambda: vary(BASE, sinks=True, score_cap=5.0),
+            "Attention.score_cap is 5.0: sinks with a cap are not supported",
+        ),
+        (lambda: vary(BASE, rotary_dim=18), "Attention.rotary_dim is 18: give an even number up to head_dim = 16"),
+        (lambda: vary(BASE, logit_cap=math.inf), "ModelSpec.logit_cap is inf: give a positive number"),
+        (lambda: vary(BASE, embedding_scale=0.0), "ModelSpec.embedding_scale is 0.0: give a positive number"),
+        (lambda: vary(BASE, num_layers=0), "ModelSpec.num_layers is 0: give at least 1"),
+        (lambda: vary(BASE, ropes=(None, None)), "ropes has 2 entries for 4 layers: give one per layer"),
     ],
 )
-def test_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        replace(BASE, **options)
+def test_wrong_option_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)):
+        make()

@@ -14,7 +14,7 @@ from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantised_linear import QuantisedMatrix
-from paceline.model.decoder import Experts
+from paceline.model.decoder import MixtureOfExperts
 from paceline.model.files import open_files
 from paceline.model.layout import Shard, StoredTensor
 from paceline.model.quantization_config import CheckpointFormat, read_format
@@ -160,7 +160,7 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
             kept = load_decoder(path, keep=keep_stored(path, "fp8"), **options)
             expanded = load_decoder(path, **options)
             mine, theirs = kept.layers[0].mlp, expanded.layers[0].mlp
-            assert isinstance(mine, Experts) and isinstance(theirs, Experts)
+            assert isinstance(mine, MixtureOfExperts) and isinstance(theirs, MixtureOfExperts)
             assert torch.equal(kept.layers[0].qkv, expanded.layers[0].qkv)
             assert torch.equal(mine.router, theirs.router)
             pairs: Any = (

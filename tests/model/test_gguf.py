@@ -260,7 +260,7 @@ def test_llama3_scaling_is_read_from_a_tensor_of_divisors(tmp_path: Path) -> Non
     divisors = (plain / theirs.model.rotary_emb.inv_freq.numpy()).astype(np.float32)
     write_gguf(tmp_path / "model.gguf", theirs, "llama", {"rope_freqs.weight": divisors})
     ours = load_decoder(tmp_path / "model.gguf", dtype="float32")
-    assert ours.spec.ropes[0].kind == "divisors"
+    assert ours.spec.rotations[0].rope.kind == "divisors"
     with torch.no_grad():
         expected = theirs(torch.tensor([PROMPT])).logits[0]
     torch.testing.assert_close(ContiguousCache(ours).feed(PROMPT), expected, atol=1e-4, rtol=1e-4)
@@ -297,9 +297,10 @@ def test_dequantised_values_equal_those_of_the_gguf_package(kind: gguf.GGMLQuant
 
 def test_smollm2_spec(smollm2_path: Path) -> None:
     spec = read_spec(smollm2_path)
-    assert (spec.family, spec.hidden_size, spec.num_layers, spec.ffn_size) == ("llama", 576, 30, 1536)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (9, 3, 64, 49152)
-    assert (spec.tied, spec.context_tokens, spec.ropes[0].theta, spec.eos_ids) == (True, 8192, 100_000.0, (2,))
+    mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
+    assert (spec.family, spec.hidden_size, spec.num_layers, ffn.size) == ("llama", 576, 30, 1536)
+    assert (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, spec.vocab_size) == (9, 3, 64, 49152)
+    assert (spec.tied, spec.context_tokens, spec.rotations[0].rope.theta, spec.eos_ids) == (True, 8192, 100_000.0, (2,))
     assert 134e6 < spec.num_parameters < 135e6
 
 

@@ -14,37 +14,36 @@ from torch import Tensor
 
 from paceline.model.decoder import Decoder
 from paceline.model.files import ModelFiles
+from paceline.model.layers import Activation, Dense, Experts
 from paceline.model.layout import Shard, StoredTensor, stored_parts, target_shapes
-from paceline.model.registry import shape
+from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.weights import fuse_weights, random_weights, shard_weights
 from paceline.parallel.threads import ThreadGroup
 
-BASE = replace(shape("tiny-llama"), num_heads=8)  # two KV heads, which four ranks replicate
+BASE = vary(shape("tiny-llama"), num_heads=8)  # two KV heads, which four ranks replicate
+EXPERTS = Experts(count=3, per_token=2, size=40)
 OPTIONS: dict[str, dict[str, Any]] = {
     "untied": {},
     "tied": {"tied": True},
-    "biases": {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
-    "QK-norm": {"qk_norm": True},
-    "post norms": {"norm_placement": "both"},
+    "biases": {"qkv_bias": True, "out_bias": True, "ffn": Dense(size=112, bias=True)},
+    "QK-norm": {"qk_norm": "heads"},
+    "post norms": {"norms": "both"},
     "as many KV heads as heads": {"num_kv_heads": 8},
-    "experts": {
-        "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 40, "sparse_layers": (True, False, True, True),
-    },
+    "experts": {"ffns": (EXPERTS, Dense(size=112), EXPERTS, EXPERTS)},
     "gpt-oss": {
-        "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 40, "sparse_layers": (), "expert_bias": True,
-        "attention_sinks": True, "activation": "clamped_swiglu", "qkv_bias": True, "out_bias": True,
+        "ffn": replace(EXPERTS, bias=True, activation=Activation(kind="clamped_swiglu")),
+        "sinks": True, "qkv_bias": True, "out_bias": True,
     },
 }  # fmt: skip
 UNEVEN: dict[str, dict[str, Any]] = {
-    "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "ffn_size": 96, "vocab_size": 500},
+    "SmolLM2": {"num_heads": 9, "num_kv_heads": 3, "ffn": Dense(size=96), "vocab_size": 500},
     "shared expert": {
-        "num_experts": 3, "experts_per_token": 2, "expert_ffn_size": 37, "shared_expert_ffn_size": 21,
-        "sparse_layers": (), "num_heads": 6, "num_kv_heads": 3, "ffn_size": 1,
+        "ffn": Experts(count=3, per_token=2, size=37, shared_size=21), "num_heads": 6, "num_kv_heads": 3,
     },
-    "odd sizes": {"num_heads": 6, "num_kv_heads": 3, "ffn_size": 37, "vocab_size": 513, "qkv_bias": True},
+    "odd sizes": {"num_heads": 6, "num_kv_heads": 3, "ffn": Dense(size=37), "vocab_size": 513, "qkv_bias": True},
 }  # fmt: skip
-FULL_QK_NORM: dict[str, dict[str, Any]] = {"full QK-norm": {"qk_norm": True, "full_qk_norm": True}}
+FULL_QK_NORM: dict[str, dict[str, Any]] = {"full QK-norm": {"qk_norm": "whole"}}
 OPTIONS |= UNEVEN | FULL_QK_NORM
 CASES = [*product(OPTIONS, (1, 2, 4)), *product(UNEVEN, (3, 5, 6))]
 
@@ -70,7 +69,7 @@ def load(spec: ModelSpec, stored: dict[str, Tensor], shard: Shard) -> dict[str, 
 
 @pytest.mark.parametrize(("options", "size"), CASES)
 def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> None:
-    spec = replace(BASE, **OPTIONS[options])
+    spec = vary(BASE, **OPTIONS[options])
     stored = stored_model(spec)
     shards = [Shard(rank, size) for rank in range(size)]
     ranks = [load(spec, stored, shard) for shard in shards]
@@ -83,10 +82,11 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
             local = stored_parts(spec, shard).get(name)
             if local is not None:
                 pieces.append(weights[local.target][local.row : local.row + local.num_rows])
-        if spec.full_qk_norm and name.endswith(("q_norm.weight", "k_norm.weight")):
+        mixer = spec.layers[0].mixer
+        if mixer.qk_norm == "whole" and name.endswith(("q_norm.weight", "k_norm.weight")):
             is_key = ".k_norm." in name
             for shard, piece in zip(shards, pieces, strict=True):
-                assert torch.equal(piece, whole.view(-1, spec.head_dim)[shard.heads(spec)[is_key]])
+                assert torch.equal(piece, whole.view(-1, mixer.head_dim)[shard.heads(mixer)[is_key]])
         elif name.endswith(
             ("norm.weight", "layernorm.weight", "mlp.gate.weight", "mlp.gate.bias", "shared_expert_gate.weight")
         ):  # replicated
@@ -96,7 +96,7 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             assert torch.equal(torch.cat(pieces, dim=1), whole)
         elif ".k_proj." in name or ".v_proj." in name:
-            heads = [shard.heads(spec)[1] for shard in shards]
+            heads = [shard.heads(mixer)[1] for shard in shards]
             firsts = [rank for rank in range(size) if rank == 0 or heads[rank] != heads[rank - 1]]
             assert all(torch.equal(piece, pieces[heads.index(own)]) for own, piece in zip(heads, pieces, strict=True))
             assert torch.equal(torch.cat([pieces[rank] for rank in firsts]), whole)
@@ -108,7 +108,7 @@ def test_concatenated_shards_are_the_whole_tensors(options: str, size: int) -> N
 # A norm over the heads of all ranks needs all of them at once: tests/parallel.
 @pytest.mark.parametrize(("options", "size"), [case for case in CASES if case[0] not in FULL_QK_NORM])
 def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: int) -> None:
-    spec = replace(BASE, **OPTIONS[options]).with_layers([0])
+    spec = vary(BASE, **OPTIONS[options]).with_layers([0])
     stored = stored_model(spec)
     whole = Decoder(spec, load(spec, stored, Shard()))
     x, positions = torch.randn(9, spec.hidden_size), torch.arange(9)
@@ -121,7 +121,7 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, local: ModelSpec = decoder.spec
         ) -> Tensor:
-            return attention(local, layer, q, k, v, sinks)
+            return attention(local.layers[layer].mixer, q, k, v, sinks)
 
         found[0].add_(decoder._attention(0, x, cos_sin, attend))
         found[1].add_(decoder.layers[0].mlp(x))
@@ -130,7 +130,7 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
 
 @pytest.mark.parametrize(("options", "size"), CASES)
 def test_random_weights_of_all_ranks_are_those_of_one(options: str, size: int) -> None:
-    spec = replace(BASE, **OPTIONS[options])
+    spec = vary(BASE, **OPTIONS[options])
     whole = random_weights(spec, seed=3)
     for rank in range(size):
         shard = Shard(rank, size)
@@ -149,8 +149,8 @@ def test_random_weights_of_all_ranks_are_those_of_one(options: str, size: int) -
 def test_every_rank_has_as_many_query_heads_for_each_of_its_kv_heads(
     heads: tuple[int, int], size: int, expected: list[tuple[int, int]]
 ) -> None:
-    spec = replace(BASE, num_heads=heads[0], num_kv_heads=heads[1])
-    local = [Shard(rank, size).spec(spec) for rank in range(size)]
+    spec = vary(BASE, num_heads=heads[0], num_kv_heads=heads[1])
+    local = [Shard(rank, size).spec(spec).layers[0].mixer for rank in range(size)]
     assert [(one.num_heads, one.num_kv_heads) for one in local] == expected
 
 
@@ -158,11 +158,11 @@ def test_every_rank_has_as_many_query_heads_for_each_of_its_kv_heads(
     ("change", "size", "message"),
     [
         ({"num_heads": 6}, 8, "num_heads is 6, which 8 ranks cannot divide among them: choose tp 6 or less"),
-        ({"ffn_size": 3}, 4, "ffn_size is 3, which 4 ranks cannot divide"),
+        ({"ffn": Dense(size=3)}, 4, "Dense.size is 3, which 4 ranks cannot divide"),
     ],
 )
 def test_more_ranks_than_there_are_parts_are_refused(change: dict[str, Any], size: int, message: str) -> None:
-    spec = replace(BASE, **change)
+    spec = vary(BASE, **change)
     for function in (target_shapes, stored_parts):
         with pytest.raises(ModelError, match=message):
             function(spec, Shard(0, size))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from paceline.engine.cpu.model import CpuModel
 from paceline.model.layout import Shard
 from paceline.model.lora import LoraRows, LoraWeights, arrange_adapter, read_adapter, remarks
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.spec import ModelError
 from paceline.model.weights import load_decoder
 from tests.model.contiguous_cache import ContiguousCache
@@ -111,21 +111,22 @@ def test_ranks_add_up_to_the_whole_adapter(size: int, tmp_path: Path) -> None:
     whole = arrange_adapter(file, spec, torch.float32)
     parts = [arrange_adapter(file, spec, torch.float32, Shard(rank, size)) for rank in range(size)]
     x = torch.randn(5, spec.hidden_size)
-    attended, ranks = torch.randn(5, spec.q_size), [Shard(rank, size) for rank in range(size)]
+    attended, ranks = torch.randn(5, spec.layers[0].mixer.q_size), [Shard(rank, size) for rank in range(size)]
     widths = [
-        slice(*(heads * spec.head_dim for heads in (one.start, one.stop)))
-        for one, _ in (rank.heads(spec) for rank in ranks)
+        slice(*(heads * spec.layers[0].mixer.head_dim for heads in (one.start, one.stop)))
+        for one, _ in (rank.heads(spec.layers[0].mixer) for rank in ranks)
     ]
     total = sum(added(part, "out", attended[:, own], spec.hidden_size) for part, own in zip(parts, widths, strict=True))
     torch.testing.assert_close(total, added(whole, "out", attended, spec.hidden_size), atol=1e-5, rtol=1e-4)
-    gate_up = [added(part, "gate_up", x, 2 * rank.spec(spec).ffn_size) for part, rank in zip(parts, ranks, strict=True)]
+    widths = [2 * rank.spec(spec).layers[0].ffn.size for rank in ranks]
+    gate_up = [added(part, "gate_up", x, width) for part, width in zip(parts, widths, strict=True)]
     found = torch.cat([half for index in range(2) for half in (one.chunk(2, dim=1)[index] for one in gate_up)], dim=1)
-    torch.testing.assert_close(found, added(whole, "gate_up", x, 2 * spec.ffn_size))
+    torch.testing.assert_close(found, added(whole, "gate_up", x, 2 * spec.layers[0].ffn.size))
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     spec = shape("tiny-llama")
-    good = {"model.layers.0.self_attn.q_proj": (spec.q_size, spec.hidden_size)}
+    good = {"model.layers.0.self_attn.q_proj": (spec.layers[0].mixer.q_size, spec.hidden_size)}
 
     def refused(pattern: str, shapes: Any = good, tensors: Any = None, **config: Any) -> None:
         write_adapter(tmp_path, shapes, config=config)
@@ -160,10 +161,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     refused("rank and must be equal", tensors=lambda found: {**found, b: found[b][:, :3].contiguous()})
     refused("has the tensor .*magnitude", tensors=lambda found: {**found, "x.lora_magnitude_vector": torch.ones(3)})
     refused("stored? .* as torch.int64|stores .* as torch.int64", tensors=lambda found: {**found, a: found[a].long()})
-    refused("and that of the served model has", {"model.layers.0.self_attn.q_proj": (spec.q_size, 24)})
+    refused("and that of the served model has", {"model.layers.0.self_attn.q_proj": (spec.layers[0].mixer.q_size, 24)})
     refused(
         "adapts model.layers.99.self_attn.q_proj, .* has no such modules",
-        {"model.layers.99.self_attn.q_proj": (spec.q_size, spec.hidden_size)},
+        {"model.layers.99.self_attn.q_proj": (spec.layers[0].mixer.q_size, spec.hidden_size)},
     )
     refused("has no such modules", {"model.layers.0.foo": (8, 8)}, target_modules="all-linear")
     refused("lm_head: only linear layers", {"lm_head": (spec.vocab_size, spec.hidden_size), **good})
@@ -188,7 +189,10 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", ["mlp.experts.3.up_proj", "mlp.gate", "mlp.shared_expert.up_proj"])
 def test_adapters_of_experts_are_refused_also_beside_others(module: str, tmp_path: Path) -> None:
     spec = shape("tiny-qwen2-moe")
-    own = {"model.layers.0.self_attn.q_proj": (spec.q_size, spec.hidden_size), f"model.layers.0.{module}": (8, 8)}
+    own = {
+        "model.layers.0.self_attn.q_proj": (spec.layers[0].mixer.q_size, spec.hidden_size),
+        f"model.layers.0.{module}": (8, 8),
+    }
     write_adapter(tmp_path, own)
     with pytest.raises(ModelError, match="mixture of experts"):
         arrange_adapter(read_adapter(tmp_path), spec, torch.float32)
@@ -222,8 +226,10 @@ def test_what_the_config_excludes_or_the_file_lacks_is_left_out(
 
 def test_a_fused_matrix_of_another_size_is_refused_also_beside_others(tmp_path: Path) -> None:
     spec = shape("tiny-phi3")
-    own = {"model.layers.0.self_attn.o_proj": (spec.hidden_size, spec.q_size)}
-    write_adapter(tmp_path, {**own, "model.layers.0.self_attn.qkv_proj": (spec.q_size, spec.hidden_size)})
+    own = {"model.layers.0.self_attn.o_proj": (spec.hidden_size, spec.layers[0].mixer.q_size)}
+    write_adapter(
+        tmp_path, {**own, "model.layers.0.self_attn.qkv_proj": (spec.layers[0].mixer.q_size, spec.hidden_size)}
+    )
     with pytest.raises(ModelError, match=r"qkv_proj with B of shape .*, which is not that of the served model"):
         arrange_adapter(read_adapter(tmp_path), spec, torch.float32)
 

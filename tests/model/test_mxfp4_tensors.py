@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import ConfigError
 from paceline.kernels.expert_weights import Mxfp4Experts
-from paceline.model.decoder import Experts
+from paceline.model.decoder import MixtureOfExperts
 from paceline.model.files import open_files
 from paceline.model.quantization_config import read_format
 from paceline.model.spec import ModelError
@@ -73,14 +73,14 @@ def test_experts_have_the_values_of_blocks_and_scales(tmp_path: Path) -> None:
     quantised = save_mxfp4(tmp_path)
     for index, layer in enumerate(load_decoder(tmp_path, dtype="float32").layers):
         experts, name = layer.mlp, f"model.layers.{index}.mlp.experts."
-        assert isinstance(experts, Experts)
+        assert isinstance(experts, MixtureOfExperts)
         fused = expanded(quantised[f"{name}gate_up_proj_blocks"], quantised[f"{name}gate_up_proj_scales"])
         assert torch.equal(experts.expert_gate_up, torch.cat((fused[:, ::2], fused[:, 1::2]), 1))  # gates, then ups
         down = expanded(quantised[f"{name}down_proj_blocks"], quantised[f"{name}down_proj_scales"])
         assert torch.equal(experts.expert_down, down)
     rounded = load_decoder(tmp_path, dtype="bfloat16").layers[0].mlp
     first = load_decoder(tmp_path, dtype="float32").layers[0].mlp
-    assert isinstance(rounded, Experts) and isinstance(first, Experts)
+    assert isinstance(rounded, MixtureOfExperts) and isinstance(first, MixtureOfExperts)
     assert torch.equal(rounded.expert_down.float(), first.expert_down), "bfloat16 holds every number"
 
 
@@ -92,7 +92,7 @@ def test_ranks_read_their_columns(size: int, tmp_path: Path) -> None:
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1))
     parts = [load_decoder(tmp_path, dtype="float32", group=group).layers[0].mlp for group in ThreadGroup.of_size(size)]
     torch.testing.assert_close(sum(part(x) for part in parts), whole(x), atol=1e-4, rtol=1e-4)
-    assert sum(part.expert_down.shape[-1] for part in parts if isinstance(part, Experts)) == FFN
+    assert sum(part.expert_down.shape[-1] for part in parts if isinstance(part, MixtureOfExperts)) == FFN
 
 
 def test_experts_are_kept_as_they_are_stored(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_experts_are_kept_as_they_are_stored(tmp_path: Path) -> None:
         options: dict[str, Any] = {"dtype": "float32", "group": group}
         kept = load_decoder(tmp_path, keep=keep_stored(tmp_path, "mxfp4"), **options)
         for mine, theirs in zip(kept.layers, load_decoder(tmp_path, **options).layers, strict=True):
-            assert isinstance(mine.mlp, Experts) and isinstance(theirs.mlp, Experts)
+            assert isinstance(mine.mlp, MixtureOfExperts) and isinstance(theirs.mlp, MixtureOfExperts)
             assert torch.equal(mine.qkv, theirs.qkv) and torch.equal(mine.mlp.router, theirs.mlp.router)
             pairs: Any = (
                 (mine.mlp.expert_gate_up, theirs.mlp.expert_gate_up),

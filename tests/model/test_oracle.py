@@ -12,9 +12,10 @@ import torch
 from contiguous_cache import ContiguousCache
 from safetensors.torch import load_file, save_file
 
-from paceline.model.decoder import Decoder, Experts
+from paceline.model.config_json import spec_from_config
+from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.model.layout import target_shapes
-from paceline.model.registry import SHAPES, shape, spec_from_config
+from paceline.model.shapes import SHAPES, shape
 from paceline.model.weights import load_decoder, shard_weights
 from paceline.parallel.threads import ThreadGroup
 from tests.lazy import Lazy
@@ -298,9 +299,9 @@ def test_ranks_read_their_columns_of_every_expert(is_fused: bool, tmp_path: Path
     )
     parts = [load_decoder(tmp_path, group=group).layers[1].mlp for group in ThreadGroup.of_size(2)]
     mlp, x = whole.layers[1].mlp, torch.randn(9, 48, generator=torch.Generator().manual_seed(1))
-    assert isinstance(mlp, Experts)
+    assert isinstance(mlp, MixtureOfExperts)
     torch.testing.assert_close(sum(part(x) for part in parts), mlp(x), atol=1e-5, rtol=1e-4)
-    widths = [part.expert_down.shape[-1] for part in parts if isinstance(part, Experts)]
+    widths = [part.expert_down.shape[-1] for part in parts if isinstance(part, MixtureOfExperts)]
     assert sum(widths) == 24 and max(widths) < 24
 
 
@@ -376,11 +377,12 @@ def test_short_configs_are_completed_as_in_transformers(prefix: str, options: An
     raw = {**SIZES, "num_hidden_layers": 9, **options}
     theirs = getattr(transformers, f"{prefix}Config")(**raw)
     spec = spec_from_config({**raw, "architectures": [f"{prefix}ForCausalLM"]})
-    assert spec.layer_ropes == tuple(0 if listed else None for listed in getattr(theirs, "no_rope_layers", [1] * 9))
+    mixers = [layer.mixer for layer in spec.layers]
+    assert [one.rope is not None for one in mixers] == [bool(one) for one in getattr(theirs, "no_rope_layers", [1] * 9)]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 9
     sizes = [theirs.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     context = raw["max_position_embeddings"]
-    assert spec.windows == tuple(None if size is None or size >= context else size for size in sizes)
-    assert spec.ropes[0].theta == theirs.rope_parameters["rope_theta"]
+    assert [one.window for one in mixers] == [None if size is None or size >= context else size for size in sizes]
+    assert {one.rope.theta for one in mixers if one.rope} == {theirs.rope_parameters["rope_theta"]}
     assert spec.tied == theirs.tie_word_embeddings
     assert spec.rms_eps == theirs.rms_norm_eps

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ from contiguous_cache import ContiguousCache
 from safetensors.torch import load_file, save_file
 from test_oracle import PROMPT, make_pair
 
-from paceline.model.layout import stored_parts, target_shapes
+from paceline.model.config_json import spec_from_config
+from paceline.model.layers import Dense, Experts
+from paceline.model.layout import Shard, stored_parts, target_shapes
 from paceline.model.lora import read_adapter
 from paceline.model.read_spec import read_spec
-from paceline.model.registry import SHAPES, shape, spec_from_config
-from paceline.model.spec import ModelError, ModelSpec
+from paceline.model.shapes import SHAPES, shape, vary
+from paceline.model.spec import ModelError
 from paceline.model.weights import load_decoder, random_decoder, random_weights
 from tests.oracle.adapters import write_adapter
 
@@ -235,7 +239,7 @@ def test_old_spelling_of_rope_settings(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"]
     old = {**config, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    (rope,) = spec_from_config(old).ropes
+    ((rope, *_),) = spec_from_config(old).rotations
     assert (rope.theta, rope.kind, rope.factor) == (5e5, "linear", 2.0)
 
 
@@ -290,19 +294,28 @@ def test_spec_counts_the_parameters_of_the_layout() -> None:
         assert counted == spec.num_parameters
 
 
-def test_window_and_rope_of_every_layer_are_in_the_spec() -> None:
-    spec = ModelSpec(
-        family="llama",
-        hidden_size=8,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=4,
-        ffn_size=8,
-        vocab_size=8,
-        context_tokens=8,
-    )
-    assert spec.windows == (None, None)
-    assert spec.layer_ropes == (0, 0)
-    with pytest.raises(ModelError, match=r"windows has 3 entries for 2 layers"):
-        ModelSpec(**{**{name: getattr(spec, name) for name in spec.__slots__}, "windows": (4, 4, 4)})
+def test_equal_layers_are_one_object_and_every_layer_needs_its_values() -> None:
+    spec = shape("tiny-gemma2")
+    assert spec.layers[0] is spec.layers[2] and spec.layers[1] is spec.layers[3]
+    assert [layer.mixer.window for layer in spec.layers] == [32, None, 32, None]
+    assert [group.window for group in spec.cache_groups] == [32, None]
+    with pytest.raises(ModelError, match=r"windows has 3 entries for 4 layers"):
+        vary(spec, windows=(4, 4, 4))
+
+
+def test_numbers_of_a_model_are_sums_over_its_layers() -> None:
+    spec = shape("tiny-llama")
+    wide, sparse = Dense(size=200), Experts(count=5, per_token=2, size=24, shared_size=16)
+    narrow = replace(spec.layers[0].mixer, num_heads=4, num_kv_heads=1, head_dim=8, qkv_bias=True)
+    layers = (replace(spec.layers[0], ffn=wide), replace(spec.layers[1], mixer=narrow, ffn=sparse))
+    mixed = replace(spec, layers=layers)
+    assert mixed.num_parameters == sum(math.prod(part.shape) for part in stored_parts(mixed).values())
+    for size in (1, 2, 4):
+        parts = [target_shapes(mixed, Shard(rank, size)) for rank in range(size)]
+        assert sum(math.prod(part["0.gate_up"]) + math.prod(part["1.expert_down"]) for part in parts) == (
+            2 * 200 * 64 + 5 * 64 * 24
+        )
+    assert mixed.kv_bytes_per_token(2) == 2 * 2 * (2 * 16 + 1 * 8)
+    assert mixed.position_macs == 2 * (6 * 16 + 4 * 8)
+    assert mixed.num_active_parameters == mixed.num_parameters - 3 * 3 * 64 * 24
+    assert mixed.with_layers([1]).layers == layers[1:]

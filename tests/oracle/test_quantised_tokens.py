@@ -18,9 +18,11 @@ from paceline.engine.cpu.native import NativeLibrary, native_library, round_inpu
 from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
 from paceline.llm import RequestOutput
 from paceline.model.decoder import Attend, Decoder
+from paceline.model.layers import Activation, Dense, RopeSpec
 from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights, LowRank
 from paceline.model.quantised import QuantisedTensor, quantise
+from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
@@ -142,11 +144,11 @@ def test_scheduling_changes_no_bit(family: str, tiles: bool, options: dict[str, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"norm_placement": "post", "qk_norm": True, "full_qk_norm": True},
-        {"score_cap": 2.0, "embedding_scale": 3.0, "logit_scale": 0.5, "rotary_dim": 12, "qk_norm": True},
-        {"norm_placement": "both", "activation": "gelu_tanh", "logit_cap": 5.0},
-        {"out_bias": True, "mlp_bias": True, "qkv_bias": True, "attention_scale": 0.2},
-        {"windows": (5, None), "layer_ropes": (None, 0), "tied": True},
+        {"norms": "post", "qk_norm": "whole"},
+        {"score_cap": 2.0, "embedding_scale": 3.0, "logit_scale": 0.5, "rotary_dim": 12, "qk_norm": "heads"},
+        {"norms": "both", "ffn": Dense(size=96, activation=Activation(kind="gelu_tanh")), "logit_cap": 5.0},
+        {"out_bias": True, "ffn": Dense(size=96, bias=True), "qkv_bias": True, "scale": 0.2},
+        {"windows": (5, None), "ropes": (None, RopeSpec()), "tied": True},
         {"head_dim": 64, "num_heads": 16, "num_kv_heads": 1},
         {"head_dim": 36},
         {"head_dim": 128},
@@ -166,9 +168,8 @@ def test_windows_in_a_context_of_several_chunks() -> None:
 
 
 def random_model(options: dict[str, Any]) -> tuple[QuantisedModel, Decoder]:
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    sizes |= {"ffn_size": 96, "vocab_size": 120, "context_tokens": 256, "family": "llama"}
-    spec = ModelSpec(**{**sizes, **options})
+    sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "ffn": Dense(size=96), "vocab_size": 120}
+    spec = vary(shape("tiny-llama"), context_tokens=256, rope=RopeSpec(), **{**sizes, **options})
     weights = random_weights(spec, seed=4, dtype="float32")
     if spec.tied:
         weights["head"] = weights["embedding"]
@@ -177,7 +178,7 @@ def random_model(options: dict[str, Any]) -> tuple[QuantisedModel, Decoder]:
 
 def with_halves_in(attend: Attend, spec: ModelSpec, *, are_prompts: bool) -> Attend:
     """Keys and values are kept in bfloat16; tiles take queries in bfloat16, too."""
-    scale = spec.attention_scale or spec.head_dim**-0.5
+    scale = spec.layers[0].mixer.softmax_scale
 
     def rounded(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None

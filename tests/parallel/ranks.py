@@ -162,5 +162,5 @@ def make_weights(spec: ModelSpec) -> dict[str, Tensor]:
         if name.endswith("norm"):
             weight.mul_(1 + 0.3 * torch.randn(weight.shape[-1], generator=generator))
             if name.endswith("qk_norm"):  # one for all query heads, another for all key heads
-                weight[: spec.num_heads] = weight[0] * 1.1
+                weight[: spec.layers[0].mixer.num_heads] = weight[0] * 1.1
     return weights

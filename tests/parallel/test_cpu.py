@@ -20,7 +20,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.llm import LLM
 from paceline.model.layout import Shard
-from paceline.model.registry import SHAPES, shape
+from paceline.model.shapes import SHAPES, shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import load_decoder, random_weights
 from paceline.parallel.threads import ThreadGroup

@@ -21,7 +21,7 @@ from paceline.engine.cuda.stages import FirstCudaStage, LaterCudaStage
 from paceline.engine.engine import Engine, ModelInfo
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_weights, shard_weights
 from paceline.parallel.stages import StagePipe
 from paceline.parallel.threads import ThreadGroup
@@ -107,8 +107,7 @@ def on_stages(
 
 
 def three_layers(name: str) -> Decoder:
-    spec = shape(name)
-    spec = replace(spec.with_layers([0, 1, 2]), layer_ropes=spec.layer_ropes[:3])
+    spec = shape(name).with_layers([0, 1, 2])
     return Decoder(spec, random_weights(spec, seed=3, dtype="float32"), max_positions=CONTEXT)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +27,7 @@ from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.rank_copies import CopyReports
 from paceline.engine.rank_messages import CopiesEnded
-from paceline.model.registry import shape
+from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelSpec
 from paceline.request import FinishReason, PacelineError, SamplingParams
 from paceline.scheduler.invariants import check
@@ -47,7 +46,7 @@ PROMPTS = [[*SHARED, *RNG.integers(3, 500, 9 + 8 * number).tolist()] for number 
 
 @cache
 def model(num_kv_heads: int) -> tuple[ModelSpec, dict[str, Tensor]]:
-    spec = replace(shape("tiny-llama"), num_kv_heads=num_kv_heads)
+    spec = vary(shape("tiny-llama"), num_kv_heads=num_kv_heads)
     return spec, make_weights(spec)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.request import SamplingParams
 from tests.oracle.adapters import adapted_shapes, write_adapter
 from tests.parallel.ranks import cpu_llm, pipeline_llm

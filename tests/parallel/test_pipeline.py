@@ -18,7 +18,7 @@ from paceline.engine.late_tokens import LateTokens
 from paceline.engine.loop import Loop
 from paceline.llm import LLM
 from paceline.model.layout import Shard, stored_parts
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import load_decoder
 from paceline.parallel.stages import StagePipe
 from paceline.parallel.threads import ThreadGroup

@@ -25,7 +25,7 @@ from paceline.engine.output import EngineFailed
 from paceline.engine.rank_messages import RankSetup
 from paceline.engine.rank_processes import RankProcesses
 from paceline.llm import LLM
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.model.weights import random_weights
 from paceline.request import InvalidRequest, SamplingParams
 from paceline.scheduler.plan import DRAFT_DEPTHS

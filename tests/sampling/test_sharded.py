@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.parallel.threads import ThreadGroup
 from paceline.request import SamplingParams
 from paceline.sampling.sampler import Sampler

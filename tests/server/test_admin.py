@@ -16,7 +16,7 @@ import pytest
 
 from paceline.checks.weights import write_folder
 from paceline.engine import trace_recorder
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_weights
 from tests.server.process import serving
 from tests.server.serving import CHAT, COMPLETIONS, HELLO, TEXT, Caller, make_app, tiny_engine

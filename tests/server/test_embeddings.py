@@ -11,7 +11,7 @@ import torch
 
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
 from paceline.engine.executor import Capabilities
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_decoder
 from tests.model.contiguous_cache import ContiguousCache
 from tests.server.serving import COMPLETIONS, TEXT, Caller, make_app, tiny_engine

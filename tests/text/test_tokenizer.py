@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from paceline.model.gguf_file import open_gguf
-from paceline.model.registry import SHAPES
+from paceline.model.shapes import SHAPES
 from paceline.model.spec import ModelError
 from paceline.request import InvalidRequest
 from paceline.text import synthetic

@@ -32,7 +32,7 @@ from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.files import UnloadedModel, open_files
 from paceline.model.lora import arrange_adapter, read_adapter
 from paceline.model.rank_group import shard_of
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Progress
 from paceline.request import short
@@ -184,9 +184,7 @@ def resolve_here(
         sources = [one for one in (source, draft) if one is not None]
         device = device_facts(config, needs_native=any(wants_native(one, config, kind) for one in sources))
     options = with_ranks(config, scheduler_options)
-    return resolve(
-        source, config, options, device, draft=draft, adapter_ranks=_adapter_ranks(config, source.spec)
-    )
+    return resolve(source, config, options, device, draft=draft, adapter_ranks=_adapter_ranks(config, source.spec))
 
 
 def _adapter_ranks(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.config import EngineConfig
 from paceline.engine.build.executor import build_executor, prepare_kernels
-from paceline.engine.build.facts import CPU, CUDA
+from paceline.engine.build.facts import CUDA
 from paceline.engine.build.load import load_model
 from paceline.engine.build.resolution import Resolution, backend, scheduler_config
 from paceline.engine.cpu.executor import CpuExecutor
@@ -21,7 +20,7 @@ from paceline.engine.precision import KernelFormat, Precision
 from paceline.model.files import UnloadedModel, open_files
 from paceline.model.layout import Shard
 from paceline.model.rank_group import RankGroup, shard_of
-from paceline.model.registry import shape as named_shape
+from paceline.model.shapes import shape as named_shape
 from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.parallel.stages import StagePipe
 
@@ -32,7 +31,12 @@ if TYPE_CHECKING:
 
 
 def connect_ranks(
-    ranks: RankProcesses, found: Resolution, source: UnloadedModel, draft: UnloadedModel | None, shape: str | None, seed: int
+    ranks: RankProcesses,
+    found: Resolution,
+    source: UnloadedModel,
+    draft: UnloadedModel | None,
+    shape: str | None,
+    seed: int,
 ) -> Any:
     """Sends all ranks what rank 0 has resolved. Returns the store by which they find each other."""
     from paceline.engine.rank_messages import RankSetup

@@ -1,7 +1,7 @@
 """Resolves options: what every `auto` becomes and why, which format every matrix gets, and what is refused.
 
-Pure and fast: it reads no file and asks no device. Nothing is read or allocated before it has returned, and nothing that
-it decides is decided again. Rank 0 resolves, and the other ranks receive the result.
+Pure and fast: it reads no file and asks no device. Nothing is read or allocated before it has returned, and nothing
+that it decides is decided again. Rank 0 resolves, and the other ranks receive the result.
 """
 
 from __future__ import annotations
@@ -125,13 +125,19 @@ def resolve(
         check_models_fit(specs, num_bytes, free=device.free_bytes * (config.num_ranks if device.kind == CUDA else 1))
     found = [
         OptionChoice("device", device.kind, device.name if config.device == AUTO else "as given"),
-        OptionChoice("dtype", weights.dtype, f"the default of device {device.kind}" if config.dtype == AUTO else "as given"),
+        OptionChoice(
+            "dtype", weights.dtype, f"the default of device {device.kind}" if config.dtype == AUTO else "as given"
+        ),
         *choices,
-        OptionChoice("kv_dtype", kv_dtype, "that of activations" if kv_dtype == weights.dtype else _KV_REASONS[kv_dtype]),
+        OptionChoice(
+            "kv_dtype", kv_dtype, "that of activations" if kv_dtype == weights.dtype else _KV_REASONS[kv_dtype]
+        ),
         drafts,
     ]
     if config.num_ranks > 1:
-        found.append(OptionChoice("collectives", backend(config, device.kind), f"{config.num_ranks} ranks on {device.kind}"))
+        found.append(
+            OptionChoice("collectives", backend(config, device.kind), f"{config.num_ranks} ranks on {device.kind}")
+        )
     return Resolution(
         resolved,
         given_options,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config import ConfigError, EngineConfig
@@ -13,7 +13,6 @@ from paceline.model.files import ModelFiles, UnloadedModel
 from paceline.model.layout import (
     PackedForm,
     Shard,
-    StoredPart,
     is_matrix,
     matrix_kind,
     stored_parts,
@@ -102,7 +101,7 @@ def _refuse(given: str, source: UnloadedModel, config: EngineConfig, device: Dev
             what = f"the device is a CPU: {f'set quantization to {nearest}, or ' if nearest else ''}leave it out"
         elif config.num_ranks > 1:
             what = "tp or pp is given: set them to 1, or quantization to none"
-        elif spec.num_experts:
+        elif spec.has_experts:
             what = "the model has experts, whose weights are not kept in 4 or 8 bits: set it to none"
         elif source.files is None:
             what = "load is 'random': give a model, or set quantization to none"
@@ -115,9 +114,9 @@ def _refuse(given: str, source: UnloadedModel, config: EngineConfig, device: Dev
             )
     elif config.dtype not in (AUTO, "bfloat16"):
         what = f"dtype is {config.dtype!r}: set it to bfloat16"
-    elif given == MXFP4.name and not spec.num_experts:
+    elif given == MXFP4.name and not spec.has_experts:
         what = "the model has no experts: leave it out"
-    elif given != GGUF and spec.num_experts and MatrixKind.EXPERTS not in WEIGHT_FORMATS[given].kernels[CUDA]:
+    elif given != GGUF and spec.has_experts and MatrixKind.EXPERTS not in WEIGHT_FORMATS[given].kernels[CUDA]:
         what = "the model has a mixture of experts: set it to none"
     if what is not None:
         raise ConfigError(f"quantization is {given!r} and {what}.")
@@ -145,7 +144,7 @@ def _why_not_on_cpu(source: UnloadedModel, config: EngineConfig, device: DeviceF
         return _Reason("a CPU has no kernels for them")
     if config.num_ranks > 1:
         return _Reason("kernels for 4 and 8 bits compute a whole model, and tp or pp is given")
-    if source.spec.num_experts:
+    if source.spec.has_experts:
         return _Reason("there are no kernels for experts in 4 and 8 bits")
     if device.native_error is not None:
         return _Reason(f"kernels for 4 and 8 bits: {device.native_error}")
@@ -179,13 +178,14 @@ _NO_EXPERTS = "there are no kernels for experts in this form"
 def _why_no_kernels(source: UnloadedModel, config: EngineConfig) -> _Reason | None:
     """On a GPU, for any format."""
     spec = source.spec
-    if spec.num_experts:
+    if spec.has_experts:
         return None
-    if spec.norm_placement != "pre" or spec.activation != "silu":
-        return _Reason(
-            f"norm_placement is {spec.norm_placement!r}, activation {spec.activation!r}: such weights need norms before "
-            "blocks and silu"
-        )
+    for layer in spec.layers:
+        activation = layer.ffn.activation.kind
+        if layer.norms != "pre" or activation != "silu":
+            return _Reason(
+                f"norms are {layer.norms!r}, activation {activation!r}: such weights need norms before blocks and silu"
+            )
     if config.max_lora_rank:
         return _Reason("LoRA adapters need 16 bits on a GPU")
     return None
@@ -212,7 +212,7 @@ def _can_divide(files: ModelFiles, tp: int) -> bool:
     }
     if max(units.values()) == 1:
         return True
-    if tp > min(spec.num_heads, spec.expert_ffn_size if spec.num_experts else spec.ffn_size):
+    if tp > min(min(layer.mixer.num_heads, layer.ffn.size) for layer in spec.layers):
         return False
     shards = [stored_parts(spec, Shard(rank, tp)) for rank in range(tp)]
     columns = ((units[name], parts[name].source[1:]) for parts in shards for name in units)
@@ -226,8 +226,7 @@ def _unit(packed: PackedForm | None) -> int:
 
 def _first_layers(spec: ModelSpec) -> tuple[str, ...]:
     """The beginnings of the stored names of the first layer of each kind."""
-    kinds = list(zip(spec.windows, spec.layer_ropes, spec.sparse_layers, strict=True))
-    return tuple(f"model.layers.{kinds.index(kind)}." for kind in dict.fromkeys(kinds))
+    return tuple(f"model.layers.{spec.layers.index(layer)}." for layer in dict.fromkeys(spec.layers))
 
 
 # ---------------------------------------------------------------------- plans
@@ -282,12 +281,14 @@ def _rounded(source: UnloadedModel, device: DeviceFacts, dtype: str, format: Wei
 
 def round_like(source: UnloadedModel, plan: WeightsPlan, config: EngineConfig, device: DeviceFacts) -> WeightsPlan:
     """A draft model on the GPU of a model with this plan: they have the same kernels."""
-    if plan.quantization == NONE or (plan.quantization == MXFP4.name and not source.spec.num_experts):
+    if plan.quantization == NONE or (plan.quantization == MXFP4.name and not source.spec.has_experts):
         return _expanded(source, plan.dtype)
     if source.quantization == plan.quantization and _why_not_kept(source, config, device, 1) is None:
         return _kept(source, device, plan.dtype, plan.quantization)
     if (reason := _why_no_kernels(source, config)) is not None:
-        raise ConfigError(f"quantization is {plan.quantization!r}, and of the draft model {reason.text}: set it to none.")
+        raise ConfigError(
+            f"quantization is {plan.quantization!r}, and of the draft model {reason.text}: set it to none."
+        )
     return _rounded(source, device, plan.dtype, WEIGHT_FORMATS.get(plan.quantization, Q8), 1)
 
 
@@ -296,7 +297,12 @@ def _wide(name: str, shape: tuple[int, ...], dtype: str, origin: Origin) -> Matr
 
 
 def _packed(
-    name: str, shape: tuple[int, ...], format: WeightFormat, origin: Origin, group: int | None = None, block_rows: int = 1
+    name: str,
+    shape: tuple[int, ...],
+    format: WeightFormat,
+    origin: Origin,
+    group: int | None = None,
+    block_rows: int = 1,
 ) -> MatrixPlan:
     group = format.groups[0] if group is None else group
     num_bytes = format.num_bytes(shape[0], shape[1], group, block_rows)

@@ -14,7 +14,7 @@ softmax, so theirs is written out, one KV head after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from paceline.engine.cpu.inputs import Index, Inputs
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.model.decoder import Attend, soft_cap
+from paceline.model.layers import Attention
 from paceline.model.spec import ModelSpec
 
 # Fewest shared positions and rows for which a separate shared part pays off: below that one padded call is faster.
@@ -48,32 +49,38 @@ class CpuAttention:
     """The attention backend of the CPU."""
 
     def __init__(self, cache: KVCache, spec: ModelSpec) -> None:
-        self._cache, self._spec = cache, spec
+        self._cache = cache
+        mixers = [layer.mixer for layer in spec.layers]
+        # Layers that are equal in these, and in what their window hides, read the cache in the same way.
+        self._layers = [
+            (one, (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.score_cap)) for one in mixers
+        ]
 
     def begin(self, inputs: Inputs) -> Attend:
-        return _BatchAttention(self._cache, self._spec, inputs)
+        return _BatchAttention(self._cache, self._layers, inputs)
 
 
 class _BatchAttention:
     """`Attend` for one batch: writes keys and values, then attends group by group."""
 
-    def __init__(self, cache: KVCache, spec: ModelSpec, inputs: Inputs) -> None:
+    def __init__(self, cache: KVCache, layers: Sequence[tuple[Attention, Hashable]], inputs: Inputs) -> None:
         self._cache = cache
         self._kv_indices = torch.from_numpy(inputs.kv_indices)
         self._stale = torch.from_numpy(_stale_indices(inputs, cache.page_size))
         self._num_tokens = len(inputs.tokens)
         longest = int((inputs.starts + inputs.lengths).max())
-        groups: dict[int | None, list[_RowGroup]] = {}
+        groups: dict[tuple[Hashable, int | None], list[_RowGroup]] = {}
         self._layers: list[list[_RowGroup]] = []
-        for window in spec.windows:
-            if window is not None and longest <= window:
-                window = None  # it hides nothing yet
-            if window not in groups:
-                make = _FullGroup if window is None and spec.score_cap is None else _MaskedGroup
-                groups[window] = [
-                    make(cache, spec, inputs, rows, shared, window) for rows, shared in _split(inputs, cache.page_size)
+        for mixer, kind in layers:
+            # A window of the whole context hides nothing yet.
+            window = mixer.window if mixer.window is not None and longest > mixer.window else None
+            found = groups.get((kind, window))
+            if found is None:
+                make = _FullGroup if window is None and mixer.score_cap is None else _MaskedGroup
+                found = groups[kind, window] = [
+                    make(cache, mixer, inputs, rows, shared, window) for rows, shared in _split(inputs, cache.page_size)
                 ]
-            self._layers.append(groups[window])
+            self._layers.append(found)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         self._cache.keys[layer].index_copy_(0, self._kv_indices, k)
@@ -197,14 +204,15 @@ class _FullGroup:
     """Rows with equally many new tokens in layers that attend to all positions."""
 
     def __init__(
-        self, cache: KVCache, spec: ModelSpec, inputs: Inputs, rows: Index, shared: int, window: int | None
+        self, cache: KVCache, mixer: Attention, inputs: Inputs, rows: Index, shared: int, window: int | None
     ) -> None:
         assert window is None, "a window that hides something needs a mask"
         size = cache.page_size
         self.num_rows, self.length = len(rows), int(inputs.lengths[rows[0]])
         self.tokens = _tokens_of(inputs, rows, self.length)
-        self._grouped = (self.num_rows, spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
-        self._scale = spec.attention_scale
+        num_kv = mixer.num_kv_heads
+        self._grouped = (self.num_rows, num_kv, mixer.num_heads // num_kv, mixer.head_dim)
+        self._scale = mixer.scale
         # A decode row reads its new token from the cache, where it has just been written.
         num_cached = inputs.starts[rows] + (1 if self.length == 1 else 0)
         pages = inputs.page_rows[rows]
@@ -260,12 +268,12 @@ class _MaskedGroup:
     """Rows with equally many new tokens in layers with a sliding window, or a soft cap: one call with its own mask."""
 
     def __init__(
-        self, cache: KVCache, spec: ModelSpec, inputs: Inputs, rows: Index, shared: int, window: int | None
+        self, cache: KVCache, mixer: Attention, inputs: Inputs, rows: Index, shared: int, window: int | None
     ) -> None:
         size = cache.page_size
         self.num_rows, self.length = len(rows), int(inputs.lengths[rows[0]])
         self.tokens = _tokens_of(inputs, rows, self.length)
-        self._scale, self._softmax_scale, self._cap = spec.attention_scale, spec.softmax_scale, spec.score_cap
+        self._scale, self._softmax_scale, self._cap = mixer.scale, mixer.softmax_scale, mixer.score_cap
         starts = inputs.starts[rows]
         # The first visible page.
         first = np.zeros_like(starts) if window is None else np.maximum(starts - window + 1, 0) // size
@@ -282,7 +290,7 @@ class _MaskedGroup:
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         heads = q.reshape(self.num_rows, self.length, -1, q.shape[-1])
         if self._cap is not None:
-            assert sinks is None, "ModelSpec refuses both"
+            assert sinks is None, "Attention refuses both"
             return self._capped(heads, *self._reader.read(layer), self._cap).reshape(q.shape)
         out, lse = _attend_cached(heads, *self._reader.read(layer), self._mask, self._scale)
         return _with_sinks(out, lse, sinks).reshape(q.shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -36,23 +37,25 @@ class KVCache:
     ) -> None:
         """share_host: other processes may write the host tier."""
         self.page_size, self.num_pages = page_size, num_pages
-        shape = (2, num_pages * page_size, spec.num_kv_heads, spec.head_dim)
-        layers = [_zeros(shape, dtype) for _ in range(spec.num_layers)]
+        kinds = [layer.mixer.cache for layer in spec.layers]
+        layers = [_zeros((2, num_pages * page_size, one.num_kv_heads, one.head_dim), dtype) for one in kinds]
         self.keys = [layer[0] for layer in layers]
         self.values = [layer[1] for layer in layers]
         # One row per page. Rows from num_pages on are the values, so that one gather reads both.
         self._pages = [layer.view(2 * num_pages, -1) for layer in layers]
-        self._row = (page_size, spec.num_kv_heads, spec.head_dim)
+        # Where the keys and values of a page are in a whole page, which has all layers behind each other.
+        ends = list(accumulate((2 * one.shape[1] for one in self._pages), initial=0))
+        self._spans = [slice(*span) for span in pairwise(ends)]
         self._scratch = torch.empty(0, dtype=dtype)
         # Main memory is already the device's memory here, so a host tier only adds capacity. It is the reference
         # implementation of the GPU's.
-        self.page_bytes = 2 * spec.num_layers * self._pages[0].shape[1] * dtype.itemsize
+        self.page_bytes = ends[-1] * dtype.itemsize
         self.host: SharedPages | None = None
         if share_host:
             self.host = SharedPages.create(num_host_pages, self.page_bytes)
             self._hosts = self._whole_pages(self.host)
         else:
-            self._hosts = _zeros((num_host_pages, spec.num_layers, 2, self._pages[0].shape[1]), dtype)
+            self._hosts = _zeros((num_host_pages, ends[-1]), dtype)
 
     @cached_property
     def addresses(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p]]:
@@ -66,10 +69,10 @@ class KVCache:
             torch.from_numpy(ids.astype(np.int64))
             for ids in (swap.spill_pages, swap.spill_hosts, swap.fetch_pages, swap.fetch_hosts)
         )
-        for index, layer in enumerate(self._pages):
+        for layer, span in zip(self._pages, self._spans, strict=True):
             pages = layer.view(2, self.num_pages, -1)
-            self._hosts[spill_hosts, index] = pages[:, spill_pages].transpose(0, 1)
-            pages[:, fetch_pages] = self._hosts[fetch_hosts, index].transpose(0, 1)
+            self._hosts[spill_hosts, span] = pages[:, spill_pages].transpose(0, 1).flatten(1)
+            pages[:, fetch_pages] = self._hosts[fetch_hosts, span].view(-1, 2, layer.shape[1]).transpose(0, 1)
 
     def export(self, page_ids: Column, target: SharedPages, targets: Column) -> None:
         """Copies pages to `target`."""
@@ -78,14 +81,13 @@ class KVCache:
             torch.from_numpy(targets).long(),
             self._whole_pages(target),
         )
-        for index, layer in enumerate(self._pages):
-            into[ids, index] = layer.view(2, self.num_pages, -1)[:, pages].transpose(0, 1)
+        for layer, span in zip(self._pages, self._spans, strict=True):
+            into[ids, span] = layer.view(2, self.num_pages, -1)[:, pages].transpose(0, 1).flatten(1)
 
     def _whole_pages(self, shared: SharedPages) -> Tensor:
-        """[pages, layers, keys and values, elements]"""
+        """[pages, elements]"""
         assert shared.page_bytes == self.page_bytes, f"pages of {shared.page_bytes} and {self.page_bytes} bytes"
-        layers, dtype = len(self._pages), self._pages[0].dtype
-        return torch.from_numpy(shared.array).view(dtype).view(shared.num_pages, layers, 2, -1)
+        return torch.from_numpy(shared.array).view(self._pages[0].dtype).view(shared.num_pages, -1)
 
     def gather(self, layer: int, page_ids: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
         """Keys and values [rows, positions, KV heads, D] of `page_ids`: the pages of the keys, then those of the
@@ -97,7 +99,7 @@ class KVCache:
             self._scratch = torch.empty(size * 5 // 4, dtype=pages.dtype)
         found = self._scratch[:size].view(-1, pages.shape[1])
         torch.index_select(pages, 0, page_ids, out=found)
-        keys, values = found.view(2, num_rows, -1, *self._row[1:]).unbind(0)
+        keys, values = found.view(2, num_rows, -1, *self.keys[layer].shape[1:]).unbind(0)
         return keys, values
 
 

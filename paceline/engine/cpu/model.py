@@ -28,13 +28,13 @@ from paceline.model.decoder import (
     Attend,
     Decoder,
     DecoderLayer,
-    Experts,
+    MixtureOfExperts,
     Mlp,
     add_chosen,
-    full_qk_factors,
     route,
     scaled,
     soft_cap,
+    whole_qk_factors,
 )
 from paceline.model.layout import Shard
 from paceline.model.lora import AddAdapters, LayerAdapter, LoraRows, LoraWeights
@@ -146,7 +146,7 @@ class CpuExperts:
 
     __slots__ = ("_experts", "_shared", "num_rows")
 
-    def __init__(self, experts: Experts, norm: Tensor | None, *, packed: bool) -> None:
+    def __init__(self, experts: MixtureOfExperts, norm: Tensor | None, *, packed: bool) -> None:
         if norm is not None:
             # In place: a copy of all experts may not fit into memory.
             shared = () if experts.shared is None else (experts.shared_gate, experts.shared.gate_up)
@@ -164,7 +164,7 @@ class CpuExperts:
     def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """x + experts(y)."""
         experts = self._experts
-        ids, weights = route(F.linear(y, experts.router, experts.router_bias), experts.routing)
+        ids, weights = route(F.linear(y, experts.router, experts.router_bias), experts.options)
         out = x.clone()
         self.num_rows += add_chosen(out, y, ids, weights, experts)
         if self._shared is not None and experts.shared_gate is not None:
@@ -173,11 +173,17 @@ class CpuExperts:
 
 
 class _CpuLayer:
-    """The rearranged weights of one layer."""
+    """The rearranged weights of one layer, and what of its mixer a forward pass reads."""
 
-    __slots__ = ("attention_post_norm", "folded", "mlp", "mlp_post_norm", "out", "qk_norm", "qkv", "sinks")
+    __slots__ = (
+        "attention_post_norm", "folded", "heads", "mixer", "mlp", "mlp_post_norm", "norms_inputs", "norms_whole_qk",
+        "out", "qk_norm", "qkv", "rope", "sinks", "whole_mixer",
+    )  # fmt: skip
 
     def __init__(self, layer: DecoderLayer, *, packed: bool) -> None:
+        self.mixer, self.whole_mixer, self.rope = layer.mixer, layer.whole_mixer, layer.rope
+        self.heads = layer.mixer.num_heads, layer.mixer.num_kv_heads, layer.mixer.head_dim
+        self.norms_inputs, self.norms_whole_qk = layer.attention_norm is not None, layer.mixer.qk_norm == "whole"
         # The norms that are folded into matrices, and so into the adapters of these.
         self.folded = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}
         self.qkv = _Linear(_folded(layer.qkv, layer.attention_norm), layer.qkv_bias, packed=packed, name="qkv")
@@ -187,8 +193,8 @@ class _CpuLayer:
         self.attention_post_norm, self.mlp_post_norm = layer.attention_post_norm, layer.mlp_post_norm
 
 
-def _block(mlp: Mlp | Experts, norm: Tensor | None, *, packed: bool) -> CpuMlp | CpuExperts:
-    if isinstance(mlp, Experts):
+def _block(mlp: Mlp | MixtureOfExperts, norm: Tensor | None, *, packed: bool) -> CpuMlp | CpuExperts:
+    if isinstance(mlp, MixtureOfExperts):
         return CpuExperts(mlp, norm, packed=packed)
     return CpuMlp(mlp, norm, packed=packed)
 
@@ -220,9 +226,7 @@ class CpuModel:
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden], scaled to unit mean square; the final norm's weight is folded into the head. Of a
         stage that is not the last: not scaled, and sent on."""
-        spec = self.spec
-        num_qk, size, eps = spec.num_heads + spec.num_kv_heads, spec.head_dim, self._eps
-        has_pre_norm = spec.norm_placement != "post"
+        spec, eps = self.spec, self._eps
         rotations = [table[positions].unsqueeze(1).chunk(2, dim=-1) for table in self._ropes]
         if self.stages is None or self.shard.is_first:
             x = scaled(embed(self.group, spec, self._embedding, tokens), spec.embedding_scale)
@@ -230,19 +234,20 @@ class CpuModel:
             x = self.stages.receive(len(tokens), spec.hidden_size, self.dtype)
         for index, layer in enumerate(self._layers):
             adapt = None if lora is None else partial(lora.add, index)
-            heads = layer.qkv(_normed(x, eps) if has_pre_norm else x, adapt).view(-1, num_qk + spec.num_kv_heads, size)
-            qk, v = torch.split(heads, [num_qk, spec.num_kv_heads], dim=1)
-            if layer.qk_norm is not None and spec.full_qk_norm:
-                qk = qk * full_qk_factors(self.group, self.whole_spec, spec, qk) * layer.qk_norm
+            num_q, num_kv, size = layer.heads
+            qkv = layer.qkv(_normed(x, eps) if layer.norms_inputs else x, adapt)
+            qk, v = torch.split(qkv.view(-1, num_q + 2 * num_kv, size), [num_q + num_kv, num_kv], dim=1)
+            if layer.qk_norm is not None and layer.norms_whole_qk:
+                factors = whole_qk_factors(self.group, layer.whole_mixer, layer.mixer, qk, spec.rms_eps)
+                qk = qk * factors * layer.qk_norm
             elif layer.qk_norm is not None:
                 qk = _normed(qk, eps) * layer.qk_norm
-            rope = spec.layer_ropes[index]
-            if rope is not None:
-                cos, sin = rotations[rope]
+            if layer.rope is not None:
+                cos, sin = rotations[layer.rope]
                 qk = torch.addcmul(qk * cos, qk.roll(size // 2, dims=-1), sin)
-            q, k = torch.split(qk, [spec.num_heads, spec.num_kv_heads], dim=1)
+            q, k = torch.split(qk, [num_q, num_kv], dim=1)
             x = self._add(x, layer.out, attend(index, q, k, v, layer.sinks), layer.attention_post_norm, adapt)
-            x = self._add(x, layer.mlp, _normed(x, eps) if has_pre_norm else x, layer.mlp_post_norm, adapt)
+            x = self._add(x, layer.mlp, _normed(x, eps) if layer.norms_inputs else x, layer.mlp_post_norm, adapt)
         if self.stages is not None and not self.shard.is_last:
             self.stages.send(x)
             return x

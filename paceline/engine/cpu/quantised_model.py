@@ -24,14 +24,16 @@ from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.native import AdaptedMatrix, Batch, Layer, LowRankPart, Model, NativeLibrary, PackedMatrix
 from paceline.model.decoder import Attend, scaled, soft_cap
+from paceline.model.layers import ACTIVATIONS, Dense
 from paceline.model.layout import WHOLE_MODEL
 from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights
 from paceline.model.quantised import QuantisedTensor
 from paceline.model.rope import rope_table
-from paceline.model.spec import ACTIVATIONS, ModelSpec
+from paceline.model.spec import ModelSpec
 
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "qk_norm")
 _MATRICES = ("qkv", "out", "gate_up", "down")
+_PER_LAYER = ("window", "rope", "rotary_dim", "residual_scale")  # what may differ between layers
 _LOADING_THREADS = 2  # each holds one matrix beside its packed form
 
 
@@ -127,6 +129,9 @@ class QuantisedModel:
     ) -> None:
         """vectors, read_matrix: the fused tensors of `layout.target_shapes(spec)`. Matrices are read and packed by two
         threads, nearly all of it in foreign code without the GIL."""
+        spec.refuse_differences("quantization on a CPU", "set quantization to none", allowed=_PER_LAYER)
+        mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
+        assert isinstance(ffn, Dense), "`choose_precision` refuses experts"
         self.spec = self.whole_spec = spec
         self._library = library
         bits: list[int] = []
@@ -141,12 +146,10 @@ class QuantisedModel:
         with ThreadPoolExecutor(_LOADING_THREADS) as pool:
             matrices = dict(zip(names, pool.map(packed, names), strict=True))
         positions = max_positions or spec.context_tokens
-        self._ropes = [
-            rope_table(rope, spec.head_dim, positions, torch.device("cpu"), spec.rotary_dim) for rope in spec.ropes
-        ]
+        ropes = {one: rope_table(one, positions, torch.device("cpu")) for one in spec.rotations}
         self._head = matrices["embedding" if spec.tied else "head"]
         self._norm = vectors["norm"]
-        self._keep = (vectors, matrices)  # what the structs below point to
+        self._keep = (vectors, matrices, ropes)  # what the structs below point to
         layers = (Layer * spec.num_layers)()
         for index, layer in enumerate(layers):
             for name in _MATRICES:
@@ -154,9 +157,9 @@ class QuantisedModel:
             for name in _NORMS:
                 if f"{index}.{name}" in vectors:
                     setattr(layer, name, vectors[f"{index}.{name}"].data_ptr())
-            rope = spec.layer_ropes[index]
-            layer.rope = None if rope is None else self._ropes[rope].data_ptr()
-            layer.window = spec.windows[index] or 0
+            own = spec.layers[index].mixer
+            layer.rope = None if own.rotation is None else ropes[own.rotation].data_ptr()
+            layer.window = own.window or 0
         self._layers = layers
         self._model = Model(
             embedding=matrices["embedding"].struct,
@@ -164,16 +167,16 @@ class QuantisedModel:
             norm=self._norm.data_ptr(),
             num_layers=spec.num_layers,
             hidden=spec.hidden_size,
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            ffn=spec.ffn_size,
+            num_heads=mixer.num_heads,
+            num_kv_heads=mixer.num_kv_heads,
+            head_dim=mixer.head_dim,
+            ffn=ffn.size,
             eps=spec.rms_eps,
-            scale=spec.attention_scale or spec.head_dim**-0.5,
-            score_cap=spec.score_cap or 0.0,
+            scale=mixer.softmax_scale,
+            score_cap=mixer.score_cap or 0.0,
             embedding_scale=spec.embedding_scale,
-            activation=ACTIVATIONS.index(spec.activation),
-            full_qk_norm=spec.full_qk_norm,
+            activation=ACTIVATIONS.index(ffn.activation.kind),
+            full_qk_norm=mixer.qk_norm == "whole",
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         fewest, most = min(bits), max(bits)

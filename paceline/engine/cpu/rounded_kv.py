@@ -3,6 +3,8 @@ For `paceline bench quality`, which measures what that costs where there is no G
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,8 +14,8 @@ from paceline.kernels.fp8 import to_fp8_reference
 from paceline.model.decoder import Attend
 
 
-def rounding(attend: Attend, scales: Tensor) -> Attend:
-    """`attend` with keys and values in FP8. scales [layers, 2, K]."""
+def rounding(attend: Attend, scales: Sequence[Tensor]) -> Attend:
+    """`attend` with keys and values in FP8. scales [2, K] of each layer."""
 
     def round_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         k, v = (
@@ -25,13 +27,13 @@ def rounding(attend: Attend, scales: Tensor) -> Attend:
     return round_and_attend
 
 
-def calibrated_scales(decoder: DecoderModel, ids: Tensor, attend: Attend) -> Tensor:
+def calibrated_scales(decoder: DecoderModel, ids: Tensor, attend: Attend) -> list[Tensor]:
     """The scales that a GPU uses: those of the checkpoint, or from a pass of the same token ids
     (engine/cuda/kv_scales.py)."""
-    spec = decoder.spec
+    counts = [layer.mixer.num_kv_heads for layer in decoder.spec.layers]
     if decoder.kv_scales is not None:
-        return decoder.kv_scales.expand(-1, -1, spec.num_kv_heads)
-    largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads)
+        return [scales.expand(-1, count) for scales, count in zip(decoder.kv_scales, counts, strict=True)]
+    largest = [torch.zeros(2, count) for count in counts]
 
     def measure_and_attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         for x, found in zip((k, v), largest[layer], strict=True):
@@ -39,4 +41,4 @@ def calibrated_scales(decoder: DecoderModel, ids: Tensor, attend: Attend) -> Ten
         return attend(layer, q, k, v, sinks)
 
     decoder.forward(ids, torch.arange(len(ids)), measure_and_attend)
-    return scales_for(largest)
+    return [scales_for(one) for one in largest]

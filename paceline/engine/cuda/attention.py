@@ -132,21 +132,22 @@ class CudaAttention:
     ) -> None:
         """capacity: most work units, and partial results, of a decode batch (`max_units`). max_drafts: of a row.
         target: for a draft model, the attention of the target model, for whose heads prefill tiles are made."""
-        spec, device, max_rows = model.spec, model.device, len(state.row_slots)
+        mixer, device, max_rows = model.mixer, model.device, len(state.row_slots)
+        num_layers, kv, group = model.spec.num_layers, mixer.cache, mixer.num_heads // mixer.num_kv_heads
         self._model, self._streams, self._state = model, streams, state
         self._chunks, self._tuning = choices.chunks, choices.fp8_tuning if fp8_kv else choices.tuning
         # The interpreter runs programs one after the other, and idle ones cost as much as others.
         self._num_programs = 2 if device.type == "cpu" else None
         # One tensor for keys and values of all layers, so that one kernel can copy all blocks of a page.
-        shape = (2 * spec.num_layers, num_pages, page_size, spec.num_kv_heads, spec.head_dim)
+        shape = (2 * num_layers, num_pages, page_size, kv.num_kv_heads, kv.head_dim)
         self.kv = torch.zeros(shape, dtype=FP8 if fp8_kv else model.dtype, device=device)
         # Of an FP8 cache; graphs have the address. Set before the first pass, if the model needs others (kv_scales.py).
         self.scales: Tensor | None = None
         if fp8_kv:  # padded, so that the scales of every layer begin at a multiple of 16 bytes
-            padded = torch.ones(spec.num_layers, cdiv(2 * spec.num_kv_heads, 4) * 4, device=device)
-            self.scales = torch.unflatten(padded[:, : 2 * spec.num_kv_heads], 1, (2, spec.num_kv_heads))
-        self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(spec.num_layers)]
-        self._page_size, self._group = page_size, spec.num_heads // spec.num_kv_heads
+            padded = torch.ones(num_layers, cdiv(2 * kv.num_kv_heads, 4) * 4, device=device)
+            self.scales = torch.unflatten(padded[:, : 2 * kv.num_kv_heads], 1, (2, kv.num_kv_heads))
+        self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(num_layers)]
+        self._page_size, self._group = page_size, group
         # Layers with a sliding window share no KV reads: only the units of the others need buffers for sharing.
         self.units = {
             layer.window: DecodeUnits.empty(max_rows, capacity, 0 if layer.window else capacity, device)
@@ -159,19 +160,19 @@ class CudaAttention:
             if max_drafts
         }
         self.workspace = DecodeWorkspace.empty(
-            max_rows, capacity, spec.num_heads, spec.num_kv_heads, spec.head_dim, device
+            max_rows, capacity, mixer.num_heads, kv.num_kv_heads, kv.head_dim, device
         )
         windows = self.units.keys()
-        self.split_rule = choices.split_rule(spec.num_kv_heads, 0 if 0 in windows else max(windows))
-        self._extend_tuning, max_partials = extend_tuning(spec.head_dim), self.split_rule.max_partials
+        self.split_rule = choices.split_rule(kv.num_kv_heads, 0 if 0 in windows else max(windows))
+        self._extend_tuning, max_partials = extend_tuning(kv.head_dim), self.split_rule.max_partials
         if target is not None:
-            self._extend_tuning = _tuning_like(target.tokens_per_tile, self._group, spec.head_dim)
-            max_partials = target.max_splits * spec.num_kv_heads
-        self.tokens_per_tile: int = tokens_per_tile(self._extend_tuning, self._group)
-        self._extend_workspace = ExtendWorkspace.empty(max_partials, self._extend_tuning, spec.head_dim, device)
+            self._extend_tuning = _tuning_like(target.tokens_per_tile, group, kv.head_dim)
+            max_partials = target.max_splits * kv.num_kv_heads
+        self.tokens_per_tile: int = tokens_per_tile(self._extend_tuning, group)
+        self._extend_workspace = ExtendWorkspace.empty(max_partials, self._extend_tuning, kv.head_dim, device)
         # Queries have the type that keys are converted to.
         q_dtype = torch.float16 if fp8_kv and model.dtype is torch.bfloat16 else model.dtype
-        self._q = torch.zeros(model.max_tokens, spec.num_heads, spec.head_dim, dtype=q_dtype, device=device)
+        self._q = torch.zeros(model.max_tokens, mixer.num_heads, mixer.head_dim, dtype=q_dtype, device=device)
 
     @property
     def shared_units(self) -> DecodeUnits | None:
@@ -188,7 +189,7 @@ class CudaAttention:
     @property
     def max_splits(self) -> int:
         """Most splits of prefill tiles that the workspace can hold."""
-        return len(self._extend_workspace.lse) // self._model.spec.num_kv_heads
+        return len(self._extend_workspace.lse) // self._model.mixer.num_kv_heads
 
     def decode(
         self,
@@ -223,7 +224,7 @@ class CudaAttention:
         own, shared = self._tuning(rows, self._group, shared_block_m, short_contexts)
         if new_tokens is not None:
             own = draft_attention_tuning(rows, self._group, most, fp8=self.scales is not None)
-        own, shared = (tuning_for(one, spec.head_dim) for one in (own, shared))
+        own, shared = (tuning_for(one, model.mixer.head_dim) for one in (own, shared))
         aligned = (chunks.min_tokens, SHARED_ALIGN)
         assert all(tiles_fit(size, self._page_size, one) for size in aligned for one in (own, shared)), (
             f"tiles of {own} and {shared} do not fit pages of {self._page_size} in {chunks} or shared segments"
@@ -252,8 +253,8 @@ class CudaAttention:
                 stream=stream,
                 new_tokens=new_tokens,
                 scales=self._scales(index),
-                scale=spec.softmax_scale,
-                cap=spec.score_cap,
+                scale=layer.scale,
+                cap=layer.score_cap,
                 sinks=layer.sinks,
             )
 
@@ -310,7 +311,7 @@ class CudaAttention:
         # Views are made once and not in every layer: the host has little time for such a batch.
         q = self._q[:num_tokens]
         decode_qkv, decode_out = model.attention_buffers(decode_rows)
-        heads = model.attention_buffers(num_tokens)[1].view(-1, spec.num_heads, spec.head_dim)
+        heads = model.attention_buffers(num_tokens)[1].view(-1, model.mixer.num_heads, model.mixer.head_dim)
         splits = ExtendSplits(tiles.merges, tiles.num_splits, self._extend_workspace) if tiles.num_splits else None
         stream = model.input(num_tokens) if defer_norm else None
         last, tuning = len(model.layers) - 1, self._extend_tuning
@@ -351,8 +352,8 @@ class CudaAttention:
                     tuning=tuning,
                     splits=splits,
                     scales=scales,
-                    scale=spec.softmax_scale,
-                    cap=spec.score_cap,
+                    scale=layer.scale,
+                    cap=layer.score_cap,
                     sinks=layer.sinks,
                 )
             if shared is not None and is_needed:
@@ -368,8 +369,8 @@ class CudaAttention:
                     heads,
                     tuning=tuning,
                     scales=scales,
-                    scale=spec.softmax_scale,
-                    cap=spec.score_cap,
+                    scale=layer.scale,
+                    cap=layer.score_cap,
                     sinks=layer.sinks,
                 )
             if decode is not None and not single_launch:

@@ -138,17 +138,18 @@ def _workspace_bytes(
     adjustments, masks, and buffers for swapped pages and for hidden states that are sent."""
     rows, context, spec = scheduler.max_running, scheduler.context_tokens, model.spec
     with_drafts = draft_sizes(buckets(rows), model.max_rows, scheduler.draft_tokens)
+    mixer = model.mixer
     partials = max_units(buckets(rows), context + 1, attention.chunks, with_drafts) * (
-        spec.q_size + spec.num_heads + 32
+        mixer.q_size + mixer.num_heads + 32
     )
-    max_partials = attention.split_rule(spec.num_kv_heads, 0).max_partials
-    partials += max_partials * extend_tuning(spec.head_dim).block_m * (spec.head_dim + 1)
+    max_partials = attention.split_rule(mixer.num_kv_heads, 0).max_partials
+    partials += max_partials * extend_tuning(mixer.head_dim).block_m * (mixer.head_dim + 1)
     tables = rows * context * (3 if scheduler.draft_tokens else 2)
     adjustments, masks = rows * adjust_words(context + 1), mask_words(model.max_rows, spec.vocab_size)
     page_bytes = scheduler.page_size * spec.kv_bytes_per_token(precision.kv_bytes(model.dtype))
     copies = scheduler.num_host_pages or config.role == "prefill"
     buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if copies else 0
-    queries = scheduler.max_batch_tokens * spec.q_size * model.dtype.itemsize
+    queries = scheduler.max_batch_tokens * mixer.q_size * model.dtype.itemsize
     if not model.shard.is_last:
         buffers += SENT_AT_ONCE * scheduler.max_batch_tokens * spec.hidden_size * model.dtype.itemsize
     return buffers + queries + 4 * (partials + tables + adjustments + masks)

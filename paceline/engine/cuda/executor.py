@@ -300,7 +300,7 @@ class CudaExecutor(Executor):
         )
         rule = None
         if self.attention.shared_units is not None:
-            rule = share_rule(spec.num_heads // spec.num_kv_heads, capacity)
+            rule = share_rule(model.mixer.num_heads // model.mixer.num_kv_heads, capacity)
             models = [self.attention, *([] if self.draft_model is None else [self.draft_model.attention])]
             rule = replace(rule, share_prefill=all(one.can_share_prefill for one in models))
         self._packer = PlanPacker(

@@ -26,8 +26,8 @@ from paceline.kernels.experts import (
 )
 from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, route, route_tiles
-from paceline.model.decoder import Experts
-from paceline.model.spec import ModelSpec
+from paceline.model.decoder import MixtureOfExperts
+from paceline.model.layers import Experts
 
 _MAX_PDL_ROWS = 1  # with more, or with quantised experts, a layer is slower with PDL (docs/log/experts.md)
 
@@ -37,31 +37,31 @@ class ExpertBuffers:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        experts: Experts,
+        num_layers: int,
         max_tokens: int,
         like: Tensor,
         matrices: ExpertMatrices,
     ) -> None:
-        """spec: of this rank. like: has the type of activations. matrices: the experts of some layer; if they are
-        quantised, their inputs have the type to which they are converted."""
+        """experts: of each of so many layers, on this rank. like: has the type and columns of activations. matrices:
+        those of some layer; if they are quantised, their inputs have the type to which they are converted."""
         operands = None if isinstance(matrices, Tensor) else operand_dtype(like.dtype)
         self.has_quantised = operands is not None
-        count, chosen, shared = spec.num_experts, spec.experts_per_token, spec.shared_expert_ffn_size
-        self.options = RouterOptions(
-            count, chosen, spec.router == "sigmoid", spec.renormalise_experts, shared=bool(shared)
-        )
+        count, chosen, shared, hidden = experts.count, experts.per_token, experts.shared_size, like.shape[1]
+        routing, activation = experts.routing, experts.activation
+        self.options = RouterOptions(count, chosen, routing.kind == "sigmoid", routing.renormalise, shared=bool(shared))
         self.clamped: ClampedSwiglu | None = None
-        if spec.activation == "clamped_swiglu":
-            self.clamped = ClampedSwiglu(spec.swiglu_alpha, spec.swiglu_limit)
+        if activation.kind == "clamped_swiglu":
+            self.clamped = ClampedSwiglu(activation.swiglu_alpha, activation.swiglu_limit)
         self._tuning = tuning_of(matrices)
         self.routed = RoutedRows.empty(max_tokens, self.options, like.device)
-        sizes = (max_tokens, chosen, count, spec.expert_ffn_size, spec.hidden_size)
+        sizes = (max_tokens, chosen, count, experts.size, hidden)
         self.workspace = ExpertWorkspace.empty(*sizes, like, operands)
-        self.inputs = like.new_zeros(0 if operands is None else max_tokens, spec.hidden_size, dtype=operands)
+        self.inputs = like.new_zeros(0 if operands is None else max_tokens, hidden, dtype=operands)
         self.shared_gate_up, self.shared_act = (like.new_zeros(max_tokens, width) for width in (2 * shared, shared))
         # Rows of int64 begin at multiples of 16 bytes, as kernels expect.
         padded = count + count % 2
-        self._loads = torch.zeros(spec.num_sparse_layers, padded, dtype=torch.int64, device=like.device)
+        self._loads = torch.zeros(num_layers, padded, dtype=torch.int64, device=like.device)
 
     @property
     def loads(self) -> Tensor:
@@ -90,7 +90,7 @@ class RoutedExperts:
     norm: Tensor | None = None  # [H]: of the inputs of quantised experts
 
     @classmethod
-    def take_over(cls, experts: Experts, norm: Tensor, buffers: ExpertBuffers, index: int) -> RoutedExperts:
+    def take_over(cls, experts: MixtureOfExperts, norm: Tensor, buffers: ExpertBuffers, index: int) -> RoutedExperts:
         """Those of a decoder's layer, changed in place. index: among the layers with experts."""
         router = experts.router.mul_(norm)
         if experts.shared_gate is not None:
@@ -109,7 +109,7 @@ class RoutedExperts:
             norm=norm.clone() if is_quantised else None,  # that of the decoder becomes 1
         )
 
-    def load(self, other: Experts, norm: Tensor) -> None:
+    def load(self, other: MixtureOfExperts, norm: Tensor) -> None:
         """Copies other weights in place; `norm` is folded into them."""
         assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "quantised weights are not replaced"
         norm, count = norm.to(self.router.device), self.buffers.options.num_experts

@@ -66,7 +66,7 @@ class ExpandedWeights:
         matrices: Sequence[GroupwiseMatrix],
     ) -> None:
         self._few_rows = max_groupwise_rows(matrices)
-        widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
+        widest = max(spec.linear_columns)
         rows = tokens if tokens > self._few_rows else 0
         self._inputs = torch.zeros(rows * widest, dtype=dtype, device=device)
         largest = max((math.prod(one.shape) for one in matrices if one.expanded is None), default=0)

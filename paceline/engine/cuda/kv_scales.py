@@ -55,9 +55,9 @@ def calibration_ids(spec: ModelSpec, most: int) -> Tensor:
 def calibrate(model: CudaModel) -> Tensor:
     """[layers, 2, K] float32. Overwrites the model's buffers: no pass may be in flight. All stages of a pipeline
     call it."""
-    spec, device = model.spec, model.device
+    spec, device, kv = model.spec, model.device, model.mixer.cache
     if model.kv_scales is not None:
-        return model.kv_scales.to(device).expand(-1, -1, spec.num_kv_heads)
+        return model.kv_scales.to(device).expand(-1, -1, kv.num_kv_heads)
     ids = calibration_ids(spec, min(model.max_tokens, len(model.layers[0].cos_sin))).to(device)
     count = len(ids)
     if model.stages is None or model.shard.is_first:
@@ -68,9 +68,9 @@ def calibrate(model: CudaModel) -> Tensor:
     stream = model.input(count) if defer_norm else None
     zeros = torch.zeros(count, dtype=torch.int32, device=device)
     positions = torch.arange(count, dtype=torch.int32, device=device)
-    shape = (1, count, spec.num_kv_heads, spec.head_dim)
+    shape = (1, count, kv.num_kv_heads, kv.head_dim)
     k, v = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-    largest = torch.zeros(spec.num_layers, 2, spec.num_kv_heads, device=device)
+    largest = torch.zeros(spec.num_layers, 2, kv.num_kv_heads, device=device)
 
     def attend(index: int, qkv: Tensor, out: Tensor) -> None:
         layer = model.layers[index]

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from paceline.config import ConfigError
+from paceline.model.layers import Dense, Experts
 from paceline.model.spec import ModelSpec
 
 _EXPERT_ACTIVATIONS = ("silu", "clamped_swiglu")
-_UNSUPPORTED_FIELDS: tuple[str, ...] = ()  # of ModelSpec
+_PER_LAYER = ("window", "rope", "rotary_dim", "sinks", "scale", "score_cap", "residual_scale")  # what may differ
 
 
 def check_supported(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model that the kernels cannot compute. One that learns an option leaves the list."""
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        if field.name in _UNSUPPORTED_FIELDS and value != field.default:
-            raise ConfigError(f"{field.name} is {value!r}, which device cuda does not support: choose device cpu.")
-    if spec.num_experts and (spec.norm_placement != "pre" or spec.activation not in _EXPERT_ACTIVATIONS):
-        raise ConfigError(
-            f"num_experts is {spec.num_experts}, norm_placement {spec.norm_placement!r} and activation "
-            f"{spec.activation!r}: device cuda has experts with norms before blocks and "
-            f"{' or '.join(_EXPERT_ACTIVATIONS)} only; choose device cpu."
-        )
-    if spec.activation == "clamped_swiglu" and (spec.has_dense_layers or spec.shared_expert_ffn_size):
-        raise ConfigError("activation is 'clamped_swiglu': device cuda has it for experts only; choose device cpu.")
-    if spec.head_dim % 16:
-        raise ConfigError(f"head_dim is {spec.head_dim}: device cuda needs a multiple of 16; choose device cpu.")
+    """Raises ConfigError for a model that the kernels cannot compute."""
+    spec.refuse_differences("device cuda", "choose device cpu", allowed=_PER_LAYER)
+    for layer in spec.layers:
+        mixer, ffn, kind = layer.mixer, layer.ffn, layer.ffn.activation.kind
+        if isinstance(ffn, Experts) and (layer.norms != "pre" or kind not in _EXPERT_ACTIVATIONS):
+            raise ConfigError(
+                f"experts have norms {layer.norms!r} and activation {kind!r}: device cuda has experts with norms "
+                f"before blocks and {' or '.join(_EXPERT_ACTIVATIONS)} only; choose device cpu."
+            )
+        if kind == "clamped_swiglu" and (isinstance(ffn, Dense) or ffn.shared_size):
+            raise ConfigError("activation is 'clamped_swiglu': device cuda has it for experts only; choose device cpu.")
+        if mixer.head_dim % 16:
+            raise ConfigError(f"head_dim is {mixer.head_dim}: device cuda needs a multiple of 16; choose device cpu.")

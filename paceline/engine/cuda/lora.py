@@ -20,6 +20,7 @@ from torch import Tensor
 from paceline.kernels.lora import AdapterMatrix, AdapterRows, add_lora, group_rows, lora_rank
 from paceline.kernels.route_experts import LiveRows
 from paceline.model.decoder import Decoder
+from paceline.model.layers import Dense, LayerSpec
 from paceline.model.lora import ADAPTED_MATRICES, LoraWeights
 from paceline.model.spec import ModelSpec
 
@@ -63,15 +64,16 @@ class CudaLora:
 
     def __init__(self, decoder: Decoder, sizes: LoraSizes, max_tokens: int) -> None:
         """decoder: before its norms are folded into its matrices."""
-        spec = self._spec = decoder.spec
+        hidden = decoder.spec.hidden_size
+        self._sizes = [matrix_sizes(layer, hidden) for layer in decoder.spec.layers]
         self.sizes, self._rank = sizes, lora_rank(sizes.rank)
         self._dtype, device = decoder.dtype, decoder.device
-        self._norms = [_folded_norms(decoder, index) for index in range(spec.num_layers)]
+        self._norms = [_folded_norms(decoder, index) for index in range(len(self._sizes))]
         self._places: list[dict[str, tuple[_Place, _Place, _Place]]] = []  # of A, B and their ranks
         end = num_ranks = 0
-        for layer in range(spec.num_layers):
+        for matrices in self._sizes:
             places: dict[str, tuple[_Place, _Place, _Place]] = {}
-            for name, (widths, columns) in matrix_sizes(spec, layer).items():
+            for name, (widths, columns) in matrices.items():
                 a = _Place(end, (len(widths) * self._rank, columns))
                 b = _Place(a.end, (self._rank, sum(widths)))
                 end = b.end
@@ -84,12 +86,10 @@ class CudaLora:
         self._ranks = torch.zeros(sizes.num_slots, num_ranks, dtype=torch.int32, device=device)
         self.matrices = [
             {
-                name: AdapterMatrix(
-                    a.of(self._slots), b.of(self._slots), own.of(self._ranks), matrix_sizes(spec, layer)[name][0]
-                )
+                name: AdapterMatrix(a.of(self._slots), b.of(self._slots), own.of(self._ranks), matrices[name][0])
                 for name, (a, b, own) in places.items()
             }
-            for layer, places in enumerate(self._places)
+            for matrices, places in zip(self._sizes, self._places, strict=True)
         ]
         self._rows = AdapterRows.empty(max_tokens, sizes.num_slots, 3 * self._rank, device)
         self._uses_pdl = device.type != "cpu"
@@ -109,11 +109,10 @@ class CudaLora:
         packed = torch.zeros(self._num_elements, dtype=self._dtype)
         packed_ranks = torch.zeros(self._num_ranks, dtype=torch.int32)
         for layer, (places, norms) in enumerate(zip(self._places, self._norms, strict=True)):
-            sizes = matrix_sizes(self._spec, layer)
             for name, parts in weights.layers[layer].items():
                 a, b = (place.of(packed) for place in places[name][:2])
                 ranks = places[name][2].of(packed_ranks)
-                starts = _starts(sizes[name][0])
+                starts = _starts(self._sizes[layer][name][0])
                 norm = norms.get(name)
                 for part in parts:
                     index, rank = starts.index(part.first), part.rank
@@ -141,7 +140,7 @@ class CudaLora:
 
     def reload(self, decoder: Decoder) -> None:
         """The weights of the model were replaced by those of this decoder: its norms are folded into all adapters."""
-        self._norms = [_folded_norms(decoder, index) for index in range(self._spec.num_layers)]
+        self._norms = [_folded_norms(decoder, index) for index in range(len(self._sizes))]
         self._known = {adapter: self.pack(weights) for adapter, weights in self._known.items()}
         for slot, adapter in self._resident.items():
             if adapter in self._known:
@@ -167,21 +166,21 @@ def lora_bytes(spec: ModelSpec, sizes: LoraSizes, item_bytes: int) -> int:
         * item_bytes
         * sum(
             rank * (len(widths) * columns + sum(widths))
-            for layer in range(spec.num_layers)
-            for widths, columns in matrix_sizes(spec, layer).values()
+            for layer in spec.layers
+            for widths, columns in matrix_sizes(layer, spec.hidden_size).values()
         )
     )
 
 
-def matrix_sizes(spec: ModelSpec, layer: int) -> dict[str, tuple[tuple[int, ...], int]]:
-    """The matrices of a layer that adapters can change: widths of their slices, and columns. spec: of this rank."""
-    hidden, ffn = spec.hidden_size, spec.ffn_size
+def matrix_sizes(layer: LayerSpec, hidden: int) -> dict[str, tuple[tuple[int, ...], int]]:
+    """The matrices of a layer that adapters can change: widths of their slices, and columns. layer: of this rank."""
+    mixer, ffn = layer.mixer, layer.ffn
     sizes: dict[str, tuple[tuple[int, ...], int]] = {
-        "qkv": ((spec.q_size, spec.kv_size, spec.kv_size), hidden),
-        "out": ((hidden,), spec.q_size),
+        "qkv": ((mixer.q_size, mixer.kv_size, mixer.kv_size), hidden),
+        "out": ((hidden,), mixer.q_size),
     }
-    if not spec.sparse_layers[layer]:
-        sizes |= {"gate_up": ((ffn, ffn), hidden), "down": ((hidden,), ffn)}
+    if isinstance(ffn, Dense):
+        sizes |= {"gate_up": ((ffn.size, ffn.size), hidden), "down": ((hidden,), ffn.size)}
     assert set(sizes) <= set(ADAPTED_MATRICES), "adapters can change these"
     return sizes
 

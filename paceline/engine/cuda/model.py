@@ -10,8 +10,8 @@ stream (kernels/linear.py); with many rows cuBLAS is faster. The weight of a nor
 the model is built. What remains of the norm is one factor per row. After a cuBLAS GEMM, attention and SiLU apply it
 when they read the GEMM's output (`defer_norm`), where they can, so that a layer takes six launches instead of eight.
 
-Where the model norms the output of a block (`norm_placement` both or post), one launch norms the output, adds it to the
-residual stream and norms that for the next block:
+Where the model norms the output of a block (`LayerSpec.norms` both or post), one launch norms the output, adds it to
+the residual stream and norms that for the next block:
 
     a layer:  qkv -> attention -> out -> [norm, + x, norm] gate,up -> activation -> down -> [norm, + x, norm]
 
@@ -68,7 +68,7 @@ from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
 from paceline.kernels.slot_state import SlotState
 from paceline.kernels.soft_cap import soft_cap
-from paceline.model.decoder import Decoder, Experts, Mlp, full_qk_factors
+from paceline.model.decoder import Decoder, MixtureOfExperts, Mlp, whole_qk_factors
 from paceline.model.rank_group import RankGroup, vocabulary_widths
 
 GemmTuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated -> fused kernel; None: cuBLAS
@@ -111,7 +111,7 @@ class CudaMlp:
         yield self.gate_up, partial(forward.cublas_norm_linear, self.gate_up, forward.gate_up, defer_norm=True)
         yield self.down, partial(forward.add_linear, self.down, forward.act, self.post_norm)
 
-    def load(self, other: Mlp | Experts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
+    def load(self, other: Mlp | MixtureOfExperts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
         assert isinstance(other, Mlp), "the decoders have the same spec"
         self.gate_up.load(other.gate_up, other.gate_up_bias, norm)
         self.down.load(other.down, other.down_bias)
@@ -177,8 +177,8 @@ class CudaExperts:
             yield gate_up, partial(forward.cublas_norm_linear, gate_up, between, defer_norm=True)
             yield down, partial(forward.add_linear, down, act)
 
-    def load(self, other: Mlp | Experts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
-        assert isinstance(other, Experts) and norm is not None, "the decoders have the same spec"
+    def load(self, other: Mlp | MixtureOfExperts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
+        assert isinstance(other, MixtureOfExperts) and norm is not None, "the decoders have the same spec"
         self.routed.load(other, norm)
         if self.shared is not None and other.shared is not None:
             self.shared.load(other.shared, norm)
@@ -196,23 +196,25 @@ class CudaBlock(Protocol):
     def gemms(self, forward: ForwardPass) -> Iterator[tuple[LinearWeights, Callable[[], object]]]:
         """Those GEMMs by cuBLAS, to be run once, so that it loads its kernels."""
 
-    def load(self, other: Mlp | Experts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
+    def load(self, other: Mlp | MixtureOfExperts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
         """Copies other weights in place; `norm` is folded into them, `post_norm` is that of its output."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaLayer:
-    """The weights of a layer, and its attention options: what is specific to a layer, `CudaAttention` reads here."""
+    """The weights of a layer, and its attention options: what may differ between layers, `CudaAttention` reads here."""
 
     qkv: LinearWeights
     out: LinearWeights
     mlp: CudaBlock
     q_norm: Tensor | None  # these two: head by head, by attention
     k_norm: Tensor | None
-    full_qk_norm: Tensor | None  # over all heads: [Q + K, D]
+    whole_qk_norm: Tensor | None  # over all heads: [Q + K, D]
     post_norm: Tensor | None  # of what attention adds
     cos_sin: Tensor
     window: int  # sliding window; 0: none
+    scale: float  # factor of the scores before the softmax
+    score_cap: float | None
     sinks: Tensor | None = None  # [Q]: attention sinks
 
 
@@ -232,6 +234,10 @@ class CudaModel:
         models with experts have a tuning of their own. lora: memory for so many adapters is allocated."""
         spec = decoder.spec
         check_supported(spec)
+        # All layers have these heads and norms, and all that have an MLP have the same: check_supported.
+        self.mixer, self.norms = spec.layers[0].mixer, spec.layers[0].norms
+        dense = spec.dense_layers[0] if spec.dense_layers else None
+        self.gelu = dense is not None and dense.activation.kind == "gelu_tanh"
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
         weight: object = decoder.layers[0].qkv
         self.is_quantised, self.is_groupwise = not isinstance(weight, Tensor), isinstance(weight, GroupwiseMatrix)
@@ -244,14 +250,16 @@ class CudaModel:
         self.max_tokens, self.max_rows = max_tokens, max_rows
         is_default = tuning is decode_tuning
         # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
-        self._tuning = few_rows_tuning if spec.num_experts and is_default else tuning
+        self._tuning = few_rows_tuning if spec.has_experts and is_default else tuning
         self._ones = torch.ones(spec.hidden_size, dtype=self.dtype, device=self.device)
-        identity_rope = torch.zeros_like(decoder.rope_tables[0])  # for layers without RoPE: cos 1, sin 0
-        identity_rope[:, : spec.head_dim // 2] = 1
+        # For layers without RoPE: cos 1, sin 0.
+        identity_rope = torch.zeros(decoder.max_positions, self.mixer.head_dim, device=self.device)
+        identity_rope[:, : self.mixer.head_dim // 2] = 1
         self.experts = None
-        if any(spec.sparse_layers):
-            some = next(layer.mlp for layer in decoder.layers if isinstance(layer.mlp, Experts))
-            self.experts = ExpertBuffers(spec, max_tokens, decoder.layers[0].qkv, some.expert_gate_up)
+        mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        if mixtures:
+            like, some = decoder.layers[0].qkv, mixtures[0]
+            self.experts = ExpertBuffers(some.options, len(mixtures), max_tokens, like, some.expert_gate_up)
         self.has_quantised_experts = self.experts is not None and self.experts.has_quantised
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
@@ -274,22 +282,22 @@ class CudaModel:
         inputs = operand_dtype(self.dtype) if self.is_quantised else self.dtype
 
         self._x, self._normed = (empty(max_tokens, spec.hidden_size) for _ in range(2))
-        self._qkv = empty(max_tokens, spec.q_size + 2 * spec.kv_size)
-        self._attended = empty(max_tokens, spec.q_size, inputs)
-        ffn_size = spec.ffn_size if spec.has_dense_layers else 0
+        self._qkv = empty(max_tokens, self.mixer.qkv_size)
+        self._attended = empty(max_tokens, self.mixer.q_size, inputs)
+        ffn_size = 0 if dense is None else dense.size
         self._gate_up, self._act = empty(max_tokens, 2 * ffn_size), empty(max_tokens, ffn_size, inputs)
         self._selected = empty(max_rows, spec.hidden_size)
-        self._selected_attended = empty(max_rows, spec.q_size, inputs)
+        self._selected_attended = empty(max_rows, self.mixer.q_size, inputs)
         self._logits = empty(max_rows if self.shard.is_last else 0, spec.vocab_size)
         self.received = empty(0 if self.shard.is_first else max_tokens, spec.hidden_size)
         if self.group is not None:
             self._widths = vocabulary_widths(self.group.shard.size, spec)
             self._own_logits = empty(max_rows, max(self._widths))  # all_gather needs the same shape on every rank
-        if self.group is not None or spec.norm_placement != "pre":
+        if self.group is not None or self.norms != "pre":
             self._partial = empty(max_tokens, spec.hidden_size)
         self._squares = torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device)
         fused_rows = min(max_tokens if self.is_groupwise else max_rows, self._max_fused_rows)
-        widest = max(spec.hidden_size, spec.q_size + 2 * spec.kv_size)
+        widest = max(spec.hidden_size, self.mixer.qkv_size)
         self._workspace = LinearWorkspace(
             torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
             torch.zeros(cdiv(max(fused_rows, 16), 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
@@ -301,16 +309,15 @@ class CudaModel:
             )
 
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
-        layer, spec = decoder.layers[index], self.spec
-        rope = spec.layer_ropes[index]
+        layer = decoder.layers[index]
+        mixer, is_whole = layer.mixer, layer.mixer.qk_norm == "whole"
+        num_experts = sum(isinstance(one.mlp, MixtureOfExperts) for one in decoder.layers[:index])
         adapters = {} if self.lora is None else self.lora.matrices[index]
         with torch.no_grad():
             qkv = LinearWeights.taken_over(
                 layer.qkv, layer.qkv_bias, layer.attention_norm, adapters=adapters.get("qkv")
             )
-            mlp = self._take_over_mlp(
-                layer.mlp, layer.mlp_norm, layer.mlp_post_norm, sum(spec.sparse_layers[:index]), adapters
-            )
+            mlp = self._take_over_mlp(layer.mlp, layer.mlp_norm, layer.mlp_post_norm, num_experts, adapters)
             for norm in () if self.is_quantised else (layer.attention_norm, layer.mlp_norm):
                 if norm is not None:
                     norm.fill_(1)  # otherwise a second CudaModel of this decoder would fold it again
@@ -318,18 +325,20 @@ class CudaModel:
             qkv=qkv,
             out=LinearWeights.taken_over(layer.out, layer.out_bias, adapters=adapters.get("out")),
             mlp=mlp,
-            q_norm=None if layer.qk_norm is None or spec.full_qk_norm else layer.qk_norm[0],
-            k_norm=None if layer.qk_norm is None or spec.full_qk_norm else layer.qk_norm[spec.num_heads],
-            full_qk_norm=layer.qk_norm if spec.full_qk_norm else None,
+            q_norm=None if layer.qk_norm is None or is_whole else layer.qk_norm[0],
+            k_norm=None if layer.qk_norm is None or is_whole else layer.qk_norm[mixer.num_heads],
+            whole_qk_norm=layer.qk_norm if is_whole else None,
             post_norm=layer.attention_post_norm,
-            cos_sin=identity_rope if rope is None else decoder.rope_tables[rope],
-            window=spec.windows[index] or 0,
+            cos_sin=identity_rope if layer.rope is None else decoder.rope_tables[layer.rope],
+            window=mixer.window or 0,
+            scale=mixer.softmax_scale,
+            score_cap=mixer.score_cap,
             sinks=layer.sinks,
         )
 
     def _take_over_mlp(
         self,
-        mlp: Mlp | Experts,
+        mlp: Mlp | MixtureOfExperts,
         norm: Tensor | None,
         post_norm: Tensor | None,
         num_sparse: int,
@@ -364,7 +373,7 @@ class CudaModel:
             layer.out.load(other.out, other.out_bias)
             layer.mlp.load(other.mlp, other.mlp_norm, other.mlp_post_norm)
             for mine, theirs in (
-                (layer.full_qk_norm, other.qk_norm),
+                (layer.whole_qk_norm, other.qk_norm),
                 (layer.post_norm, other.attention_post_norm),
                 (layer.sinks, other.sinks),
             ):
@@ -372,7 +381,7 @@ class CudaModel:
                     mine.copy_(theirs)
             if layer.q_norm is not None and layer.k_norm is not None and other.qk_norm is not None:
                 layer.q_norm.copy_(other.qk_norm[0])
-                layer.k_norm.copy_(other.qk_norm[self.spec.num_heads])
+                layer.k_norm.copy_(other.qk_norm[other.mixer.num_heads])
         if self.lora is not None:
             self.lora.reload(decoder)
 
@@ -387,7 +396,7 @@ class CudaModel:
     def squares(self, num_tokens: int) -> Tensor | None:
         """The buffer for the sums of squares of the embeddings, [T, 1]; None for many tokens and for models with norms
         after blocks, which need none, and for ranks and stages, which have only some of the embeddings or none."""
-        are_used = self.group is None and self.spec.norm_placement == "pre" and self.shard.is_first
+        are_used = self.group is None and self.norms == "pre" and self.shard.is_first
         return self._squares[:num_tokens, :1] if num_tokens <= len(self._squares) and are_used else None
 
     def embed(
@@ -463,7 +472,7 @@ class CudaModel:
         """A bias must be added after the factor is applied; and hidden states before the norm overflow float16. With
         ranks the norm adds to the residual stream, and with norms after blocks it is computed with them. A QK-norm over
         all heads comes between it and attention."""
-        is_plain = self.group is None and self.spec.norm_placement == "pre" and not self.spec.full_qk_norm
+        is_plain = self.group is None and self.norms == "pre" and self.mixer.qk_norm != "whole"
         can_fold = weights.bias is None and weights.quantised is None
         return can_fold and self.dtype is not torch.float16 and is_plain
 
@@ -609,14 +618,14 @@ class ForwardPass:
         self.qkv, self.attended = model._qkv[:num_tokens], model._attended[:num_tokens]
         self.gate_up, self.act = model._gate_up[:num_tokens], model._act[:num_tokens]
         self.square_columns = 1 if model.shard.is_first else 0
-        self.eps, self.gelu = model.spec.rms_eps, model.spec.activation == "gelu_tanh"
+        self.eps, self.gelu = model.spec.rms_eps, model.gelu
         self.partial: Tensor | None = None  # summed over ranks, and not yet added to x
         self.quantised: QuantisedPass | None = None
         if model._quantised_buffers is not None:
             self.quantised = QuantisedPass(
                 self.x, model._quantised_buffers, model._workspace, model.group, self.eps, pdl
             )
-        self.norms_input = model.spec.norm_placement != "post"  # of a block
+        self.norms_input = model.norms != "post"  # of a block
         self.is_normed = False  # `normed` is the norm of x
 
     def run(self, attend: AttentionKernels, output_tokens: Tensor | None, live_outputs: LiveRows | None) -> Tensor:
@@ -627,8 +636,8 @@ class ForwardPass:
             if not self.fused_norm_linear(layer.qkv, self.qkv):
                 defer_norm = self.defer_norm and model.can_defer_norm(layer.qkv)
                 self.cublas_norm_linear(layer.qkv, self.qkv, defer_norm=defer_norm)
-            if layer.full_qk_norm is not None:
-                self._norm_qk(layer.full_qk_norm)
+            if layer.whole_qk_norm is not None:
+                self._norm_qk(layer.whole_qk_norm)
             attend(index, self.qkv, self.attended)
             if output_tokens is not None and layer is model.layers[-1]:
                 if self.lora is None or not len(output_tokens):
@@ -662,7 +671,7 @@ class ForwardPass:
         if tuning is not None and self.quantised is not None:
             self.quantised.norm_linear(weights, out, small=True)
             return True
-        norms_row = self.model.spec.norm_placement == "pre"  # otherwise x is normed already, or needs no norm
+        norms_row = self.model.norms == "pre"  # otherwise x is normed already, or needs no norm
         if tuning is None or (norms_row and not self.square_columns):
             return False
         linear(
@@ -757,15 +766,16 @@ class ForwardPass:
 
     def _norm_qk(self, weight: Tensor) -> None:
         """QK-norm over all heads. Its sums of squares are those of all ranks."""
-        spec, model = self.model.spec, self.model
+        model, mixer = self.model, self.model.mixer
         if model.group is None:
-            split, end = spec.q_size, spec.q_size + spec.kv_size
+            split, end = mixer.q_size, mixer.q_size + mixer.kv_size
             weights = weight.view(-1)
             for columns in (slice(0, split), slice(split, end)):
                 rms_norm(self.qkv[:, columns], weights[columns], self.eps, self.qkv[:, columns], pdl=self.pdl)
             return
-        heads = self.qkv.view(len(self.qkv), -1, spec.head_dim)[:, : len(weight)]
-        heads.copy_(heads.float() * full_qk_factors(model.group, model.whole_spec, spec, heads) * weight)
+        heads = self.qkv.view(len(self.qkv), -1, mixer.head_dim)[:, : len(weight)]
+        whole = model.whole_spec.layers[0].mixer
+        heads.copy_(heads.float() * whole_qk_factors(model.group, whole, mixer, heads, self.eps) * weight)
 
     def _select(self, rows: Tensor, live: LiveRows | None) -> None:
         model, count = self.model, len(rows)

@@ -48,7 +48,7 @@ from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantise_rows import apply_scales, quantise_rows
 from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
 from paceline.kernels.rms_norm import rms_norm
-from paceline.model.decoder import Decoder, Experts
+from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.model.fp8_tensors import block_of_part
 from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor, PackedTensor, QuantisedTensor, quantise
 from paceline.model.rank_group import RankGroup
@@ -109,7 +109,7 @@ class RoundedRows:
     """FP8: activations are rounded with a scale per row."""
 
     def __init__(self, spec: ModelSpec, tokens: int, device: torch.device) -> None:
-        widest = max(spec.hidden_size, spec.q_size, spec.ffn_size)
+        widest = max(spec.linear_columns)
         self._rounded = torch.zeros(tokens * widest, dtype=torch.float8_e4m3fn, device=device)
         self._scales, self._one = torch.ones(tokens, device=device), torch.ones((), device=device)
 
@@ -282,7 +282,7 @@ def quantise_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
     None: as `rounding_group` chooses. A model without experts has nothing in MXFP4."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
-    if spec.num_experts:
+    if spec.has_experts:
         _quantise_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
         return
     if quantization == MXFP4.name:
@@ -328,11 +328,11 @@ def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -
     spec = decoder.spec
     gate_up, down = None, None
     if in_blocks and quantization == FP8.name:
-        part = decoder.shard.aligned_part(decoder.whole_spec.expert_ffn_size)
-        gate_up = block_of_part(part.start, spec.expert_ffn_size), block_of_part(0)
+        part = decoder.shard.aligned_part(decoder.whole_spec.expert_layers[0].size)
+        gate_up = block_of_part(part.start, spec.expert_layers[0].size), block_of_part(0)
         down = block_of_part(0, spec.hidden_size), block_of_part(part.start)
     for index, layer in enumerate(layers):
-        if isinstance(layer.mlp, Experts) and isinstance(layer.mlp.expert_gate_up, Tensor):
+        if isinstance(layer.mlp, MixtureOfExperts) and isinstance(layer.mlp.expert_gate_up, Tensor):
             matrices: dict[str, Any] = {
                 name: quantise_mxfp4(matrix) if quantization == MXFP4.name else quantise_fp8_experts(matrix, block)
                 for name, matrix, block in (
@@ -346,10 +346,9 @@ def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -
 
 def keepers(plan: WeightsPlan, spec: ModelSpec) -> dict[str, Keep]:
     """Of each matrix that stays as it is stored, how it is kept."""
+    experts = partial(keep_experts, num_experts=spec.expert_layers[0].count) if spec.has_experts else keep
     return {
-        one.name: partial(keep_experts, num_experts=spec.num_experts) if one.kind is MatrixKind.EXPERTS else keep
-        for one in plan.matrices
-        if one.packed is not None
+        one.name: experts if one.kind is MatrixKind.EXPERTS else keep for one in plan.matrices if one.packed is not None
     }
 
 

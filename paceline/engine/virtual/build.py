@@ -22,7 +22,7 @@ from paceline.engine.virtual.executor import (
     slowed,
 )
 from paceline.engine.virtual.tensor_parallel import PREDICTED, RankWork, ShardedStepTime
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.scheduler import Scheduler
 from paceline.text.synthetic import MIN_VOCAB_SIZE, synthetic_tokenizer
 

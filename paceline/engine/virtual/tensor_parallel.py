@@ -102,12 +102,13 @@ class RankWork:
     @cached_property
     def heads(self) -> float:
         """Largest part of the query heads."""
-        return max(shard.spec(self.spec).num_heads for shard in self._shards) / self.spec.num_heads
+        return max(shard.spec(self.spec).position_macs for shard in self._shards) / self.spec.position_macs
 
     @cached_property
     def kv(self) -> float:
         """Largest part of the KV heads; does not fall below one head."""
-        return max(shard.spec(self.spec).num_kv_heads for shard in self._shards) / self.spec.num_kv_heads
+        kv_bytes = [shard.spec(self.spec).kv_bytes_per_token(_DTYPE_BYTES) for shard in self._shards]
+        return max(kv_bytes) / self.spec.kv_bytes_per_token(_DTYPE_BYTES)
 
     @cached_property
     def weights_s(self) -> float:

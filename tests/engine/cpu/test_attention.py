@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from paceline.engine.cpu.attention import CpuAttention, _split
 from paceline.engine.cpu.inputs import Inputs
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelSpec
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -21,18 +22,14 @@ NO_INDICES = np.empty(0, np.int64)
 
 
 def make_spec(window: int | None = None, scale: float | None = None, cap: float | None = None) -> ModelSpec:
-    return ModelSpec(
-        family="llama",
-        hidden_size=32,
+    return vary(
+        shape("tiny-llama"),
         num_layers=1,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=SIZE,
-        ffn_size=32,
-        vocab_size=16,
-        context_tokens=4096,
-        windows=(window,),
-        attention_scale=scale,
+        window=window,
+        scale=scale,
         score_cap=cap,
     )
 
@@ -61,14 +58,15 @@ def reference(
     """Attention of the last len(q) positions of one row, over all its keys."""
     group = HEADS // KV_HEADS
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) * (spec.attention_scale or SIZE**-0.5)
-    if spec.score_cap is not None:
-        scores = spec.score_cap * torch.tanh(scores / spec.score_cap)
+    mixer = spec.layers[0].mixer
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * (mixer.scale or SIZE**-0.5)
+    if mixer.score_cap is not None:
+        scores = mixer.score_cap * torch.tanh(scores / mixer.score_cap)
     at = torch.arange(len(keys))
     query, key = at[-len(q) :, None], at[None, :]
     hidden = key > query
-    if spec.windows[0] is not None:
-        hidden |= key <= query - spec.windows[0]
+    if mixer.window is not None:
+        hidden |= key <= query - mixer.window
     weights = scores.masked_fill(hidden, -torch.inf).exp()
     total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
     return torch.einsum("hqk,khd->qhd", weights / total, values).reshape(len(q), -1)

@@ -15,7 +15,7 @@ from paceline.config import EngineConfig
 from paceline.engine.build.assemble import assemble
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
 from paceline.text.synthetic import synthetic_tokenizer

@@ -14,7 +14,7 @@ from paceline.engine.build.assemble import assemble
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.llm import LLM, RequestOutput
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import random_decoder
 from paceline.request import FinishReason, Grammar, SamplingParams, as_tokens
 from paceline.sampling import grammar_source as grammar_module

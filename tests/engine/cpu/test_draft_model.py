@@ -19,7 +19,7 @@ from paceline.engine.cpu.quantised_model import QuantisedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.llm import LLM, RequestOutput
 from paceline.model.files import UnloadedModel
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.spec import ModelError
 from paceline.model.weights import random_decoder
 from paceline.request import Request, SamplingParams

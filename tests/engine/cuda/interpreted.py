@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from paceline.kernels.decode_units import Chunks
 from paceline.kernels.linear import LinearTuning
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
-from paceline.model.registry import shape
+from paceline.model.shapes import shape, vary
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
 from paceline.scheduler import Scheduler
@@ -61,15 +60,18 @@ BASE: dict[str, Any] = {
 
 def decoder(name: str, **changes: Any) -> Decoder:
     """Two layers of a family, with norms and biases that change the result. changes: of its spec."""
-    spec = replace(shape(name), **changes)
-    spec = replace(spec.with_layers([1, 2]), layer_ropes=spec.layer_ropes[-2:])
-    weights = random_weights(spec, dtype="float32")
+    spec = vary(shape(name), **changes)
+    ropes = [layer.mixer.rope for layer in spec.layers[-2:]]
+    spec = vary(spec.with_layers([1, 2]), ropes=ropes)
+    weights, mixer = random_weights(spec, dtype="float32"), spec.layers[0].mixer
     generator = torch.Generator().manual_seed(1)
     for key, weight in weights.items():
         if key.endswith("norm"):
             weight.mul_(1 + 0.3 * torch.randn(weight.shape[-1], generator=generator))
-            if key.endswith("qk_norm") and not spec.full_qk_norm:  # one for all query heads, another for all key heads
-                weight[: spec.num_heads] = weight[0] * 1.1
+            if (
+                key.endswith("qk_norm") and mixer.qk_norm == "heads"
+            ):  # one for all query heads, another for all key heads
+                weight[: mixer.num_heads] = weight[0] * 1.1
     return Decoder(spec, weights, max_positions=CONTEXT)
 
 

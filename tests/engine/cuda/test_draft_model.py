@@ -13,6 +13,7 @@ from paceline.config import ConfigError
 from paceline.engine.job import Job
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
+from paceline.model.shapes import vary
 from paceline.model.weights import random_weights
 from paceline.request import Grammar, SamplingParams, as_tokens
 from tests.engine.cuda.interpreted import (
@@ -105,7 +106,7 @@ def test_a_draft_source_comes_before_the_draft_model() -> None:
 def test_a_draft_model_with_more_heads_per_kv_head_is_refused() -> None:
     """Its tiles of prompts would have more query heads than the kernel takes."""
     draft = decoder("tiny-llama")
-    spec = replace(draft.spec, num_kv_heads=draft.spec.num_heads)
+    spec = vary(draft.spec, num_kv_heads=draft.spec.layers[0].mixer.num_heads)
     target = Decoder(spec, random_weights(spec, dtype="float32"), max_positions=CONTEXT)
     with pytest.raises(ConfigError, match="the draft model has 3 query heads per KV head"):
         on_kernels("tiny-llama", model=target, draft=draft, draft_tokens=4)

@@ -26,7 +26,7 @@ from paceline.kernels.decode_units import DecodeUnits
 from paceline.kernels.layouts import DiffHeader
 from paceline.kernels.slot_state import SlotState, apply_diff_reference
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder, Experts
+from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
 from paceline.scheduler.plan import Join, Plan, Sharing, Swap
@@ -88,13 +88,13 @@ def test_kernels_give_the_same_tokens_as_the_cpu(name: str) -> None:
         assert 0 < device.stats.graphs < device.stats.passes
         again = llm.generate(PROMPTS[:1], params)[0]
         assert again.token_ids == wanted[0] and again.num_cached_tokens == 20
-        assert sum(map(len, device.expert_rows)) == sum(device.model.spec.sparse_layers) * device.model.spec.num_experts
+        assert sum(map(len, device.expert_rows)) == sum(one.count for one in device.model.spec.expert_layers)
 
 
 def test_sinks_and_biases_of_experts_are_replaced_in_place() -> None:
     other = decoder("tiny-gpt-oss")
     for layer in other.layers:
-        assert isinstance(layer.mlp, Experts) and layer.sinks is not None
+        assert isinstance(layer.mlp, MixtureOfExperts) and layer.sinks is not None
         for one in (layer.sinks, layer.mlp.router_bias, layer.mlp.expert_gate_up_bias, layer.mlp.expert_down_bias):
             assert one is not None
             one.copy_(one.flip(0))
@@ -102,7 +102,7 @@ def test_sinks_and_biases_of_experts_are_replaced_in_place() -> None:
     with llm:
         device.load_weights(other)
         for mine, theirs in zip(device.model.layers, other.layers, strict=True):
-            assert isinstance(mine.mlp, CudaExperts) and isinstance(theirs.mlp, Experts)
+            assert isinstance(mine.mlp, CudaExperts) and isinstance(theirs.mlp, MixtureOfExperts)
             routed = mine.mlp.routed
             assert torch.equal(mine.sinks, theirs.sinks)
             assert torch.equal(routed.router_bias, theirs.mlp.router_bias)
@@ -114,7 +114,7 @@ def test_weights_of_experts_are_replaced_in_place() -> None:
     def other() -> Decoder:
         changed = decoder("tiny-qwen2-moe")
         for layer in changed.layers:
-            assert isinstance(layer.mlp, Experts) and layer.mlp.shared is not None
+            assert isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shared is not None
             for weight in (layer.mlp.router, layer.mlp.expert_gate_up, layer.mlp.expert_down, layer.mlp.shared.down):
                 weight.copy_(weight.flip(0))
             layer.mlp.shared.gate_up.neg_()
@@ -138,8 +138,8 @@ def test_padding_uses_no_expert() -> None:
         llm.generate(prompts, replace(GREEDY, max_tokens=3))
         # Three rows run in a bucket of four. The last layer computes only tokens that are sampled from.
         spec, (first, last) = device.model.spec, device.expert_rows
-        assert sum(first) == spec.experts_per_token * (sum(map(len, prompts)) + 3 * 2)
-        assert sum(last) == spec.experts_per_token * 3 * 3
+        assert sum(first) == spec.expert_layers[0].per_token * (sum(map(len, prompts)) + 3 * 2)
+        assert sum(last) == spec.expert_layers[0].per_token * 3 * 3
 
 
 def test_the_least_recently_used_graph_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

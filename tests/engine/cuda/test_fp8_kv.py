@@ -21,7 +21,7 @@ from paceline.engine.engine import ModelInfo
 from paceline.engine.precision import Precision
 from paceline.kernels.fp8 import FP8, FP8_MAX, to_fp8_reference
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import BASE, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.engine.cuda.interpreted import GREEDY as FOUR
@@ -78,7 +78,8 @@ def test_scales_are_those_of_the_largest_numbers_of_each_head() -> None:
     tables, cache = SlotTables(1, 32, 4), KVCache(model.spec, 8, 4, model.dtype)
     tables.pages[0] = np.arange(8)
     inputs = tables.row_inputs(np.zeros(1, np.int64), np.array([0]), np.array([32]))
-    wanted = calibrated_scales(model, calibration_ids(model.spec, 32), CpuAttention(cache, model.spec).begin(inputs))
+    attend = CpuAttention(cache, model.spec).begin(inputs)
+    wanted = torch.stack(calibrated_scales(model, calibration_ids(model.spec, 32), attend))
     llm, device = on_kernels("tiny-qwen3", model=model, fp8_kv=True)
     with llm:
         found = calibrate(device.model)
@@ -96,7 +97,7 @@ def test_scales_of_the_checkpoint_are_used() -> None:
     other.kv_scales = model.kv_scales * 3
     wanted = expected("tiny-qwen3", PROMPTS[:1], model.kv_scales.expand(-1, -1, 2))
     on_cpu = calibrated_scales(model, calibration_ids(model.spec, 8), lambda *_: pytest.fail("not needed"))
-    assert torch.equal(on_cpu, model.kv_scales.expand(-1, -1, 2))
+    assert torch.equal(torch.stack(on_cpu), model.kv_scales.expand(-1, -1, 2))
     llm, device = on_kernels("tiny-qwen3", model=model, fp8_kv=True)
     with llm:
         device.warm_up()

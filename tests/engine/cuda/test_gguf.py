@@ -19,7 +19,7 @@ from paceline.engine.precision import KernelFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.model.quantised import quantise
 from paceline.model.read_spec import read_spec
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.model.weights import load_decoder
 from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.engine.cuda.test_int4 import dequantised, on_cpu
@@ -121,7 +121,7 @@ def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(tmp_path: Path, m
     assert why(path, "cuda").startswith("info: ")
     assert "expanded to bfloat16: that is faster for a model as small as this" in why(path, "cuda")
     assert quantization(path, "cuda", quantization="gguf") == "gguf"
-    largest = 2 * read_spec(path).hidden_size * read_spec(path).ffn_size
+    largest = 2 * read_spec(path).hidden_size * read_spec(path).layers[0].ffn.size
     monkeypatch.setattr(weight_choice, "LARGE_MATRIX", largest)
     plan = plan_of(path, "cuda")
     assert (plan.quantization, plan.dtype) == ("gguf", "bfloat16")

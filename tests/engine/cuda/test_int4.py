@@ -15,7 +15,8 @@ from paceline.engine.precision import rounding_group
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
-from paceline.model.registry import shape
+from paceline.model.layers import Dense
+from paceline.model.shapes import shape, vary
 from paceline.model.weights import load_decoder, random_weights
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.weight_formats import INT4
@@ -35,7 +36,7 @@ def on_cpu(model: Decoder) -> list[list[int]]:
 
 def in_groups_of_32(name: str) -> Decoder:
     """A tiny shape with an MLP of 128 columns."""
-    spec = replace(shape(name), ffn_size=128)
+    spec = vary(shape(name), ffn=Dense(size=128))
     return Decoder(spec, random_weights(spec, dtype="float32"), max_positions=192)
 
 
@@ -88,15 +89,15 @@ def test_rounded_models_give_the_tokens_of_the_dequantised_model(name: str, monk
 
 def test_rounding_takes_the_largest_group_that_divides_all_matrices() -> None:
     assert rounding_group(shape("qwen3-14b"), INT4) == 128
-    assert rounding_group(replace(shape("qwen3-14b"), ffn_size=17408 + 32), INT4) == 32
+    assert rounding_group(vary(shape("qwen3-14b"), ffn=Dense(size=17408 + 32)), INT4) == 32
     with pytest.raises(ConfigError, match="quantization is 'int4' and matrices have 5120, 17424 columns"):
-        rounding_group(replace(shape("qwen3-14b"), ffn_size=17424), INT4)
+        rounding_group(vary(shape("qwen3-14b"), ffn=Dense(size=17424)), INT4)
 
 
 def test_experts_and_other_norms_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="quantization is 'int4' and the model has a mixture of experts"):
         plan_of(shape("tiny-qwen3-moe"), "cuda", quantization="int4")
-    with pytest.raises(ConfigError, match="quantization is 'int4' and norm_placement is 'both'"):
+    with pytest.raises(ConfigError, match="quantization is 'int4' and norms are 'both'"):
         plan_of(shape("tiny-gemma2"), "cuda", quantization="int4")
 
 

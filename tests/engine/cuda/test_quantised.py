@@ -41,13 +41,13 @@ def test_a_forward_pass_is_that_of_dequantised_weights(name: str, rows: int, mon
     cuda.input(len(tokens)).copy_(model.embedding[tokens])
 
     def attend(index: int, qkv: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(torch.tanh(qkv[:, : spec.q_size]))  # attention is not linear
+        out.copy_(torch.tanh(qkv[:, : spec.layers[0].mixer.q_size]))  # attention is not linear
 
     found = cuda.forward(len(tokens), attend, fused=fused)
     x = model.embedding[tokens].clone()
     for layer in model.layers:
         qkv = linear(x, layer.qkv, layer.qkv_bias, fused, norm=layer.attention_norm, eps=spec.rms_eps)
-        x = x + linear(torch.tanh(qkv[:, : spec.q_size]), layer.out, None, fused)
+        x = x + linear(torch.tanh(qkv[:, : spec.layers[0].mixer.q_size]), layer.out, None, fused)
         gate_up = linear(x, layer.mlp.gate_up, None, fused, norm=layer.mlp_norm, eps=spec.rms_eps)
         x = x + linear(gate_up, layer.mlp.down, None, fused, gated=True)
     normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm, spec.rms_eps)

@@ -15,8 +15,8 @@ from paceline.engine.cuda.model import CudaExperts, CudaModel
 from paceline.engine.cuda.quantised import quantise_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder, Experts, scaled
-from paceline.model.registry import shape
+from paceline.model.decoder import Decoder, MixtureOfExperts, scaled
+from paceline.model.shapes import shape
 from paceline.parallel.threads import ThreadGroup
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
@@ -39,7 +39,7 @@ def dequantised(model: Decoder) -> Decoder:
     """With experts as they are in fewer bits, in the dtype of the model."""
     layers: list[Any] = model.layers
     for index, layer in enumerate(layers):
-        if isinstance(layer.mlp, Experts):
+        if isinstance(layer.mlp, MixtureOfExperts):
             matrices: Any = {name: getattr(layer.mlp, name) for name in ("expert_gate_up", "expert_down")}
             assert not any(isinstance(one, Tensor) for one in matrices.values())
             mlp = replace(layer.mlp, **{name: one.dequantise() for name, one in matrices.items()})
@@ -70,8 +70,8 @@ def test_a_forward_pass_is_that_of_dequantised_experts(
 ) -> None:
     """A scale per row, per block or for 32 columns; with a shared expert, biases, and layers without experts, which
     stay as they are. Ranks norm the inputs of the router before."""
-    sizes = {"expert_ffn_size": 96} if quantization == "mxfp4" else {}
-    reference, model = decoder(name, **sizes), decoder(name, **sizes)
+    changes = {"ffn": replace(shape(name).expert_layers[0], size=96)} if quantization == "mxfp4" else {}
+    reference, model = decoder(name, **changes), decoder(name, **changes)
     spec = model.spec
     for one in (reference, model):
         quantise_decoder(one, quantization, None if group is None else KernelFormat(group))
@@ -79,17 +79,19 @@ def test_a_forward_pass_is_that_of_dequantised_experts(
         model.group = ThreadGroup.of_size(1)[0]
     cuda = CudaModel(model, max_tokens=32, max_rows=4, tuning=small_tiles)
     experts = [layer.mlp.routed for layer in cuda.layers if isinstance(layer.mlp, CudaExperts)]
-    assert len(experts) == sum(spec.sparse_layers) and not any(isinstance(one.down, Tensor) for one in experts)
+    assert len(experts) == len(spec.expert_layers) and not any(isinstance(one.down, Tensor) for one in experts)
     saved = cuda.saved_expert_bytes / spec.num_expert_parameters  # of four bytes
     # A chunk of MXFP4 has 128 columns, of which 64 or 96 are used here.
     assert 2.95 < saved < 3.45 if quantization == "mxfp4" else 2.7 < saved < 3
 
+    mixer = spec.layers[0].mixer
+
     def repeat_values(values: Tensor) -> Tensor:
-        heads = values.reshape(num_tokens, spec.num_kv_heads, spec.head_dim)
-        return heads.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1).flatten(1)
+        heads = values.reshape(num_tokens, mixer.num_kv_heads, mixer.head_dim)
+        return heads.repeat_interleave(mixer.num_heads // mixer.num_kv_heads, 1).flatten(1)
 
     def attend(index: int, qkv: Tensor, out: Tensor) -> None:
-        out.copy_(repeat_values(qkv[:, spec.q_size + spec.kv_size :]))
+        out.copy_(repeat_values(qkv[:, mixer.q_size + mixer.kv_size :]))
 
     tokens = torch.arange(7, 7 + num_tokens)
     cuda.input(num_tokens).copy_(scaled(reference.embedding[tokens], spec.embedding_scale))

@@ -20,7 +20,7 @@ from paceline.engine.cuda.build import host_page_cost
 from paceline.engine.cuda.executor import _DEPTH
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
-from paceline.model.registry import shape
+from paceline.model.shapes import shape
 from paceline.scheduler.invariants import check as check_invariants
 from paceline.shared_pages import SharedPages
 from tests.engine.cuda.interpreted import GREEDY, INTERPRETED, PROMPTS, expected, on_kernels

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,7 @@ from paceline.engine.build import build_engine
 from paceline.engine.virtual.build import build_virtual
 from paceline.engine.virtual.tensor_parallel import RankWork, all_gather_s, all_reduce_s
 from paceline.llm import LLM
-from paceline.model.registry import shape
+from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelError
 from paceline.request import SamplingParams
 
@@ -44,7 +43,7 @@ def test_the_rank_with_most_heads_sets_the_pace() -> None:
 
 
 def test_kv_is_not_divided_below_one_head() -> None:
-    few = RankWork(replace(SMALL, num_kv_heads=2), 8, BANDWIDTH)
+    few = RankWork(vary(SMALL, num_kv_heads=2), 8, BANDWIDTH)
     assert few.kv == 1 / 2 and few.heads == 1 / 8
 
 
@@ -90,7 +89,7 @@ def test_fixed_time_is_not_divided() -> None:
     ("build", "error", "message"),
     [
         (lambda: work(16), ConfigError, "tp is 16: the time of collectives is known for the 8 GPUs of one machine"),
-        (lambda: RankWork(replace(SMALL, num_heads=4, num_kv_heads=4), 8, BANDWIDTH), ModelError, "num_heads is 4"),
+        (lambda: RankWork(vary(SMALL, num_heads=4, num_kv_heads=4), 8, BANDWIDTH), ModelError, "num_heads is 4"),
         (
             lambda: EngineConfig(executor="virtual", tp=2, collectives="nccl"),
             ConfigError,
