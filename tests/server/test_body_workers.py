@@ -334,6 +334,29 @@ class Visit:
         await self.task
 
 
+@pytest.mark.parametrize("tenant", ["one", None])
+def test_slow_short_calls_of_one_tenant_leave_a_thread(tenant: str | None) -> None:
+    workers, may_end, begun = BodyWorkers(synthetic_tokenizer(300), 300), threading.Event(), list[int]()
+
+    def slow(number: int) -> None:
+        begun.append(number)
+        may_end.wait(60)
+
+    async def use() -> None:
+        calls = [asyncio.create_task(workers.run_in_thread(slow, number, tenant=tenant)) for number in range(8)]
+        async with asyncio.timeout(30):
+            assert await workers.run_in_thread(len, b"abc", tenant="two") == 3
+            await until(lambda: len(begun) == 2)  # without API keys all clients are one tenant, and none waits for one
+        may_end.set()
+        await asyncio.gather(*calls)
+
+    try:
+        asyncio.run(use())
+    finally:
+        may_end.set()
+        workers.close()
+
+
 def test_a_flood_of_bodies_does_not_delay_another_tenant(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(engine, tenants=TENANTS)
     process = HeldProcess(app.state.workers, monkeypatch)
