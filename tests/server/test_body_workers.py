@@ -475,6 +475,49 @@ def test_a_prompt_that_is_accepted_is_charged_its_tokens_and_not_its_bytes(engin
     assert [post({**TEXT, **padding, "max_tokens": 1}).status_code for _ in range(5)] == [200] * 5
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a " * 2500}),
+        ("/detokenize", {"tokens": [5] * 2500}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a " * 2500}]}),
+    ],
+)
+def test_tokenize_counts_against_the_limits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    tenants = [TenantConfig(name="one", keys=("one",), tokens_per_minute=1000), TenantConfig(name="two", keys=("two",))]
+    app = make_app(engine, tenants=tenants, admin_key="root")
+    caller = Caller(app)
+
+    def post(key: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return caller.request("POST", path, json={"model": "tiny", **body}, headers=headers)
+
+    assert post("one").status_code == 200
+    response = post("one")
+    assert response.status_code == 429 and "tokens_per_minute" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) > 1 and app.state.counters.refused["one"] == 1
+    assert post("two").status_code == 200 and post("root").status_code == 200 == post("root").status_code
+
+
+def test_tokenize_counts_as_one_of_max_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(engine, tenants=[TenantConfig(name="one", keys=("one",), max_requests=1)])
+    process = HeldProcess(app.state.workers, monkeypatch)
+    text = json.dumps({"model": "tiny", "prompt": "a " * LONG}).encode()
+
+    async def use() -> None:
+        first = Visit(app, text, "/tokenize", "one")
+        await until(lambda: process.num_taken == 1)
+        second = Visit(app, LONG_TEXT, key="one")
+        await second.task
+        assert second.status == 429
+        process.release(b"}")
+        await first.task
+
+    process.run(use())
+
+
 def test_output_is_charged_too(engine: Engine) -> None:
     post = limited(engine, 60)
     assert post({**TEXT, "prompt": [5, 6], "max_tokens": 90, "ignore_eos": True}).status_code == 200
