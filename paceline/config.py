@@ -19,11 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.peer_flags import peer_hint
-from paceline.request import PacelineError, suggest
+from paceline.request import PacelineError, Unavailable, suggest
 
 
 class ConfigError(PacelineError, ValueError):
     """An option has an invalid value. The message names the option, the value and the remedy."""
+
+
+class ConfigUnavailable(ConfigError, Unavailable):
+    """The configuration file is not there now: the disk with it may be mounted later."""
 
 
 def option(
