@@ -116,10 +116,12 @@ class Grammars:
                     trial.shutdown(socket.SHUT_RDWR)
         compiling.cancel()
 
-    def try_before_compiling(self) -> None:
+    def try_before_compiling(self, *, max_per_tenant: int = 1) -> None:
         """From now on grammars are compiled in another process first, for grammars of clients that are not trusted.
-        Raises InvalidRequest if llguidance cannot use this tokenizer."""
+        `max_per_tenant`: how many of one tenant at a time. Raises InvalidRequest if llguidance cannot use this
+        tokenizer."""
         self.set_up()
+        self._turns.max_per_tenant = max_per_tenant
         self._trials = GrammarTrials(self._arguments())
         self._trials.start()
 

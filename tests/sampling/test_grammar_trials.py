@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import random
 import signal
 import threading
@@ -14,7 +15,7 @@ import pytest
 
 from paceline.engine.build import build_engine
 from paceline.engine.job import Job
-from paceline.request import Grammar, InvalidRequest, SamplingParams
+from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
 from paceline.sampling.grammar import Compiling, Grammars
 from paceline.sampling.grammar_source import MAX_OPTIONAL
 from paceline.text.synthetic import synthetic_tokenizer
@@ -122,6 +123,42 @@ def test_aborting_a_request_abandons_its_grammar(monkeypatch: pytest.MonkeyPatch
     held.go_on.set()
     assert engine.grammars.compile(Grammar.regex("c")).result(30)
     assert Grammar.regex("b") not in held.begun
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"timeout_s": 0.2}, FinishReason.DEADLINE), ({"queue_timeout_s": 0.2}, FinishReason.QUEUE_TIMEOUT)],
+)
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_deadline_ends_a_request_whose_grammar_waits(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, float], reason: FinishReason, is_busy: bool
+) -> None:
+    engine = build_engine(load="random", shape="tiny-qwen3", threads=1, kv_tokens=8192)
+    held = Held(monkeypatch, engine.grammars)
+    first = engine.grammars.compile(Grammar.regex("a"))
+    held.wait_begun(first.grammar)
+    ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Sink:
+        def put(self, delta: Any) -> None:
+            ends.put(delta)
+
+        def refuse(self, error: Exception) -> None:
+            ends.put(error)
+
+    class Ignored(Sink):
+        def put(self, delta: Any) -> None: ...
+
+    if is_busy:
+        other = engine.submit(Job(engine.encode("y"), SamplingParams(max_tokens=2000, ignore_eos=True)), Ignored())
+    engine.submit(Job(engine.encode("x"), SamplingParams(grammar=Grammar.regex("b")), **fields), Sink())
+    assert ends.get(timeout=30).finish_reason is reason
+    if is_busy:
+        engine.abort(other)
+    held.go_on.set()
+    assert engine.grammars.compile(Grammar.regex("c")).result(30)
+    assert Grammar.regex("b") not in held.begun, "nobody waits for it"
     engine.close()
 
 
