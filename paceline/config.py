@@ -918,7 +918,8 @@ class ServerConfig(ReplicaConfig):
     watchdog_s: float = option(
         60.0,
         "seconds in which an engine has work and finishes no forward pass, after which it is ended and started again "
-        "(SGLang: watchdog_timeout); more than the longest pass takes",
+        "(SGLang: watchdog_timeout); more than the longest pass takes on a GPU; 20 times as long for a CPU that "
+        "computes",
         low=0.1,
     )
 
