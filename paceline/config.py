@@ -19,12 +19,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.peer_flags import peer_hint
-from paceline.request import PacelineError, suggest
+from paceline.request import PacelineError, Unavailable, suggest
 from paceline.weight_formats import GGUF, WEIGHT_FORMATS
 
 
 class ConfigError(PacelineError, ValueError):
     """An option has an invalid value. The message names the option, the value and the remedy."""
+
+
+class ConfigUnavailable(ConfigError, Unavailable):
+    """The configuration file is not there now: the disk with it may be mounted later."""
 
 
 def option(
@@ -911,7 +915,8 @@ class ServerConfig(ReplicaConfig):
     watchdog_s: float = option(
         60.0,
         "seconds in which an engine has work and finishes no forward pass, after which it is ended and started again "
-        "(SGLang: watchdog_timeout); more than the longest pass takes",
+        "(SGLang: watchdog_timeout); more than the longest pass takes on a GPU; 20 times as long for a CPU that "
+        "computes",
         low=0.1,
     )
 

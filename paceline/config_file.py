@@ -14,6 +14,7 @@ from typing import Any
 
 from paceline.config import (
     ConfigError,
+    ConfigUnavailable,
     EngineConfig,
     SchedulerConfig,
     ServerConfig,
@@ -41,7 +42,10 @@ def read_file(path: Path) -> ConfigFile:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config is {str(path)!r}, which cannot be read: {error}.") from None
+        may_pass = isinstance(error, FileNotFoundError) and path.is_absolute()
+        raise (ConfigUnavailable if may_pass else ConfigError)(
+            f"config is {str(path)!r}, which cannot be read: {error}."
+        ) from None
     _check_names(content, [*_STRINGS, *_TABLES, "tenants"], path.name)
     options: dict[str, Any] = {}
     for name, kind in _TABLES.items():

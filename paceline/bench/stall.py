@@ -107,11 +107,12 @@ def _valid_chat(size: int) -> MakeBody:
     return make
 
 
-def _schema(num_properties: int) -> MakeBody:
-    """A JSON schema of optional properties, with names that no other request has."""
+def _schema(num_properties: int, *, is_shared: bool = False) -> MakeBody:
+    """A JSON schema of optional properties, with names that no other request has unless it `is_shared`."""
 
     def make(model: str, number: int) -> bytes:
-        properties = {f"p{number}_{index}": {"type": "integer"} for index in range(num_properties)}
+        name = "p" if is_shared else f"p{number}_"
+        properties = {f"{name}{index}": {"type": "integer"} for index in range(num_properties)}
         schema = {"type": "object", "properties": properties, "additionalProperties": False}
         return _completion(model, b'"a"', b',"max_tokens":1,"guided_json":%s' % json.dumps(schema).encode())
 
@@ -165,6 +166,10 @@ ATTACKS = (
     Attack("6 abandoned schemas of 5,000 properties", _COMPLETIONS, _schema(5000), count=6, leaves_after_s=3.0,
            other=_schema(1), start=GRAMMAR_START),
     Attack("16 abandoned schemas of 5,000 properties", _COMPLETIONS, _schema(5000), count=16, leaves_after_s=3.0,
+           other=_schema(1), start=GRAMMAR_START),
+    Attack("32 requests of one schema of 450 properties", _COMPLETIONS, _schema(450, is_shared=True), count=32,
+           other=_schema(1), start=GRAMMAR_START),
+    Attack("32 requests of one schema of 1,000 properties", _COMPLETIONS, _schema(1000, is_shared=True), count=32,
            other=_schema(1), start=GRAMMAR_START),
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING, TypeVar
 
 from paceline.engine.adapters import Adapters
@@ -185,6 +185,9 @@ class Engine:
             self._retry_after,
         )
         self._compiling: dict[str, ActiveRequest] = {}
+        # When those give up: times, numbers (which break ties), reasons, requests.
+        self._compile_numbers = itertools.count()
+        self._given_up: list[tuple[float, int, FinishReason, ActiveRequest]] = []
         self._wake = threading.Condition()
         # Requests to add, requests to end, functions to call; guarded by `_wake`
         self._inbox: list[ActiveRequest | tuple[str, FinishReason] | Callable[[], None]] = []
@@ -497,6 +500,7 @@ class Engine:
                 self._add(item)
             else:
                 item()
+        self._expire_compiling()
         if closing:
             for request_id in list(self.scheduler.requests):
                 self.scheduler.abort(request_id, self.clock())
@@ -526,9 +530,41 @@ class Engine:
         self._progress = Progress(self._progress.num_passes, True, self.clock())
 
     def _has_mail(self, timeout: float | None) -> bool:
-        """Whether the inbox has, or within `timeout` gets, an item."""
+        """Whether the inbox has an item or gets one within `timeout`, or a request waits too long for its grammar."""
+        until = self._given_up[0][0] if self._given_up else math.inf
+        if until < math.inf:
+            timeout = min(math.inf if timeout is None else timeout, max(0.0, until - self.clock()))
         with self._wake:
-            return self._wake.wait_for(lambda: bool(self._inbox or self._closing), timeout)
+            has_mail = self._wake.wait_for(lambda: bool(self._inbox or self._closing), timeout)
+        return has_mail or until <= self.clock()
+
+    def _expire_compiling(self) -> None:
+        """Ends requests whose time has passed while their grammar is compiled: the scheduler does not know them yet."""
+        if len(self._given_up) > 64 + 4 * len(self._compiling):  # mostly of requests that have their grammar
+            self._given_up = [one for one in self._given_up if self._is_compiling(one[-1])]
+            heapify(self._given_up)
+        while self._given_up and (
+            self._given_up[0][0] <= self.clock() or not self._is_compiling(self._given_up[0][-1])
+        ):
+            _, _, reason, active = heappop(self._given_up)
+            if self._is_compiling(active) and active.compiling is not None:
+                del self._compiling[active.request.id]
+                self.grammars.abandon(active.compiling)
+                self._outputs.end(active, reason)
+
+    def _is_compiling(self, active: ActiveRequest) -> bool:
+        return self._compiling.get(active.request.id) is active
+
+    def _give_up_later(self, active: ActiveRequest) -> None:
+        request, config = active.request, self.scheduler.config
+        limit_s = math.inf if request.background else config.queue_timeout_s
+        times = (
+            (request.deadline, FinishReason.DEADLINE),
+            (self.clock() + min(request.queue_timeout_s, limit_s), FinishReason.QUEUE_TIMEOUT),
+        )
+        for at, reason in times:
+            if at is not None and at < math.inf:
+                heappush(self._given_up, (at, next(self._compile_numbers), reason, active))
 
     def _maintain(self) -> Iterator[None]:
         """What is done once in every idle period. A new request waits for one unit of it at most."""
@@ -562,6 +598,7 @@ class Engine:
                 )
             if active.compiling is not None and not active.compiling.done():
                 self._compiling[request.id] = active
+                self._give_up_later(active)
                 active.compiling.add_done_callback(lambda _: self._compiled(active))
                 return
             compiled = None if active.compiling is None else active.compiling.result()

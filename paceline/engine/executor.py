@@ -101,6 +101,12 @@ class Executor(ABC):
         return self
 
     @property
+    def activity(self) -> float:
+        """Grows while a pass computes, where that can be told: a long pass is not a stuck one. May be read from any
+        thread."""
+        return 0.0
+
+    @property
     def slow_launches(self) -> Mapping[str, int]:
         """Launches that took so long that running requests waited for them, by cause, where they are counted."""
         return {}

@@ -28,6 +28,7 @@ from paceline.model.read_spec import read_json
 from paceline.model.registry import FAMILIES
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.stored import adapt
+from paceline.request import Unavailable
 
 MAX_RANK = 128
 ADAPTED_MATRICES = ("qkv", "out", "gate_up", "down")  # fused matrices of a layer that adapters can change
@@ -97,11 +98,18 @@ class LoraFile:
         return max(len(a) for a, _ in self.tensors.values())
 
 
+class AdapterUnavailable(ModelError, Unavailable):
+    """The adapter cannot be read now: the disk with it may be mounted later."""
+
+
 def read_adapter(folder: str | Path) -> LoraFile:
     """Reads a PEFT folder and checks everything that does not depend on the model. Raises ModelError."""
     folder = Path(folder).expanduser()
-    if not folder.is_dir():
-        raise ModelError(f"the adapter is {str(folder)!r}, which is no folder: give a folder with {_CONFIG}.")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        # Its disk may not be mounted yet.
+        kind = AdapterUnavailable if folder.is_absolute() and not folder.is_file() else ModelError
+        what = "an empty folder" if folder.is_dir() else "which is no folder"
+        raise kind(f"the adapter is {str(folder)!r}, {what}: give a folder with {_CONFIG}, or mount the disk with it.")
     for name in (_CONFIG, _TENSORS):
         if not (folder / name).is_file():
             hint = ": convert adapter_model.bin" if name == _TENSORS and (folder / "adapter_model.bin").exists() else ""

@@ -32,7 +32,7 @@ from paceline.sampling.grammar_source import (
 )
 from paceline.sampling.grammar_trials import GrammarTrials, TrialTimeout
 from paceline.sampling.mask_worker import MaskWorker
-from paceline.sampling.matcher import Compiled, GrammarMatcher, MaskRow, consume, fill_draft_masks, fill_masks
+from paceline.sampling.matcher import CompiledGrammar, GrammarMatcher, MaskRow, consume, fill_draft_masks, fill_masks
 from paceline.sampling.turns import Turns
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Updates
@@ -55,7 +55,7 @@ _MAX_THREADS = 8  # more gain little (docs/log)
 MaskBufferOf = Callable[[int, int], Bits]  # masks, words -> where the bits are written
 
 
-class Compiling(Future[Compiled]):
+class Compiling(Future[CompiledGrammar]):
     """A grammar that is compiled for the requests that wait for it."""
 
     def __init__(self, grammar: Grammar) -> None:
@@ -116,10 +116,12 @@ class Grammars:
                     trial.shutdown(socket.SHUT_RDWR)
         compiling.cancel()
 
-    def try_before_compiling(self) -> None:
+    def try_before_compiling(self, *, max_per_tenant: int = 1) -> None:
         """From now on grammars are compiled in another process first, for grammars of clients that are not trusted.
-        Raises InvalidRequest if llguidance cannot use this tokenizer."""
+        `max_per_tenant`: how many of one tenant at a time. Raises InvalidRequest if llguidance cannot use this
+        tokenizer."""
         self.set_up()
+        self._turns.max_per_tenant = max_per_tenant
         self._trials = GrammarTrials(self._arguments())
         self._trials.start()
 
@@ -153,7 +155,7 @@ class Grammars:
         if self._compiled.get(compiling.grammar) is compiling:
             del self._compiled[compiling.grammar]
 
-    def _compile(self, compiling: Compiling) -> Compiled:
+    def _compile(self, compiling: Compiling) -> CompiledGrammar:
         llguidance = self.set_up()
         text = GrammarText.of(compiling.grammar, self._tokenizer)
 
@@ -204,7 +206,7 @@ class Grammars:
 
     # ------------------------------------------------------------------ following, on the engine's thread
 
-    def attach(self, request: Request, compiled: Compiled) -> None:
+    def attach(self, request: Request, compiled: CompiledGrammar) -> None:
         self._matchers[request] = GrammarMatcher(compiled)
 
     def detach(self, request: Request) -> None:
@@ -280,10 +282,12 @@ class Grammars:
         return failures
 
 
-def _settle(future: Future[Compiled], compiled: Compiled = None, error: InvalidRequest | None = None) -> None:
+def _settle(
+    future: Future[CompiledGrammar], compiled: CompiledGrammar | None = None, error: InvalidRequest | None = None
+) -> None:
     """Sets the result or error of a future that has none yet."""
     with contextlib.suppress(InvalidStateError):
-        if error is None:
+        if compiled is not None:
             future.set_result(compiled)
         else:
             future.set_exception(error)

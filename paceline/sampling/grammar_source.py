@@ -5,20 +5,27 @@ Nothing but `GrammarText.of` needs our tokenizer, so that another process can co
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from paceline.request import Grammar, InvalidRequest
-from paceline.sampling.matcher import Compiled
+from paceline.sampling.matcher import CompiledGrammar
 from paceline.text.json_schema import with_options
 from paceline.text.tokenizer import Tokenizer
 
 MAX_REPEATS = 20_000  # counted repetitions of a pattern, nested ones multiplied: they need memory
-MAX_OPTIONAL = 1000  # optional properties of one object: llguidance's time for them and their masks is quadratic
+# Optional properties: llguidance's time for them and for their masks is quadratic. A row of its parser has four items
+# for each, so at the limit `max_items_in_row` an object with 500 fails after its first token.
+MAX_OPTIONAL = 450  # of one object
+MAX_ALL_OPTIONAL = 1000  # of all objects: alternatives are followed at the same time
 # The cost limits of one grammar, in llguidance's units: a few milliseconds per mask. Nothing limits the time that is
 # quadratic in the number of properties.
 _LIMITS = {
@@ -34,6 +41,7 @@ _LIMITS = {
 # Unicode. The nested brackets are valid within a class too.
 _ASCII_CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[a-zA-Z0-9_]", "W": "[^a-zA-Z0-9_]"}
 
+_ROW = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _NAMES = {
     "json_schema": "JSON schema",
     "json_object": "JSON object",
@@ -81,8 +89,7 @@ def llguidance_source(llguidance: Any, grammar: GrammarText) -> str:
     source = _body(llguidance.LLMatcher, grammar)
     if grammar.reasoning is not None:
         source = _after_reasoning(source, grammar)
-    if grammar.kind == "json_schema":
-        _check_optional(json.loads(grammar.source))
+    _check_optional(grammar)
     for pattern in _patterns(grammar):
         if (count := num_repeats(pattern)) > MAX_REPEATS:
             raise InvalidRequest(
@@ -92,18 +99,35 @@ def llguidance_source(llguidance: Any, grammar: GrammarText) -> str:
     return source
 
 
-def compiled(llguidance: Any, ll_tokenizer: Any, source: str, kind: str) -> Compiled:
+def compiled(llguidance: Any, ll_tokenizer: Any, source: str, kind: str) -> CompiledGrammar:
     """The grammar with this source, compiled within the limits."""
     limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
     matcher = llguidance.LLMatcher(ll_tokenizer, source, log_level=0, limits=limits)
     # Compilation is lazy and copies share its results: computing masks here makes a too expensive grammar fail now.
-    for _ in range(2):
-        tried = matcher.deep_copy()
-        if not tried.is_error():
-            tried.compute_bitmask()
-        if tried.is_error():
-            raise InvalidRequest(f"grammar is not a usable {_NAMES[kind]}: {one_line_error(tried)}")
-    return matcher
+    mask(matcher.deep_copy(), kind)
+    state = matcher.deep_copy()
+    first_mask = mask(state, kind)
+    if (token := next_token(state, first_mask)) is not None:
+        state.consume_token(token)
+        mask(state, kind)
+    return CompiledGrammar(matcher, first_mask)
+
+
+def mask(state: Any, kind: str) -> npt.NDArray[np.int32]:
+    """The mask of the next token. Raises InvalidRequest if the grammar exceeds a limit there."""
+    bits = b"" if state.is_error() else state.compute_bitmask()
+    if state.is_error():
+        raise InvalidRequest(f"grammar is not a usable {_NAMES[kind]}: {one_line_error(state)}")
+    return np.frombuffer(bits, np.int32)
+
+
+def next_token(state: Any, allowed: npt.NDArray[np.int32]) -> int | None:
+    """A token that may follow: the only one, or else the first that is allowed. None where the grammar ends."""
+    forced: list[int] = [] if state.is_stopped() else state.compute_ff_tokens()
+    if forced:
+        return forced[0]
+    tokens = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    return None if state.is_stopped() or not len(tokens) else int(tokens[0])
 
 
 def cannot_be_compiled(error: BaseException) -> InvalidRequest:
@@ -163,16 +187,34 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             yield value
 
 
-def _check_optional(schema: Any) -> None:
-    for node in _nodes(schema):
+def _schemas(grammar: GrammarText) -> Iterator[Any]:
+    """The JSON schemas in a grammar."""
+    if grammar.kind == "json_schema":
+        yield json.loads(grammar.source)
+    elif grammar.kind == "lark":
+        for found in re.finditer(r"%json\s*", grammar.source):
+            with contextlib.suppress(ValueError, RecursionError):  # llguidance reports it, if it is no comment
+                yield json.JSONDecoder().raw_decode(grammar.source, found.end())[0]
+
+
+def _check_optional(grammar: GrammarText) -> None:
+    total = 0
+    for node in chain.from_iterable(map(_nodes, _schemas(grammar))):
         properties, required = node.get("properties"), node.get("required")
-        if isinstance(properties, dict) and len(properties) > MAX_OPTIONAL:
-            names = {one for one in required if isinstance(one, str)} if isinstance(required, list) else set()
-            if (count := len(properties.keys() - names)) > MAX_OPTIONAL:
-                raise InvalidRequest(
-                    f"grammar has an object with {count:,} optional properties: give at most {MAX_OPTIONAL:,}, "
-                    "or list them in required."
-                )
+        if not isinstance(properties, dict):
+            continue
+        names = {one for one in required if isinstance(one, str)} if isinstance(required, list) else set()
+        total += (count := len(properties.keys() - names))
+        if count > MAX_OPTIONAL:
+            raise InvalidRequest(
+                f"grammar has an object with {count:,} optional properties: give at most {MAX_OPTIONAL:,}, "
+                "or list them in required."
+            )
+    if total > MAX_ALL_OPTIONAL:
+        raise InvalidRequest(
+            f"grammar has {total:,} optional properties in all its objects: give at most {MAX_ALL_OPTIONAL:,}, "
+            "or list them in required."
+        )
 
 
 def _patterns(grammar: GrammarText) -> Iterator[str]:
@@ -181,10 +223,9 @@ def _patterns(grammar: GrammarText) -> Iterator[str]:
         yield grammar.source
     elif grammar.kind == "lark":
         yield from re.findall(r"/((?:\\.|[^/\\\n])+)/", grammar.source)
-    elif grammar.kind == "json_schema":
-        for node in _nodes(json.loads(grammar.source)):
-            yield from [node["pattern"]] if isinstance(node.get("pattern"), str) else ()
-            yield from node["patternProperties"] if isinstance(node.get("patternProperties"), dict) else ()
+    for node in chain.from_iterable(map(_nodes, _schemas(grammar))):
+        yield from [node["pattern"]] if isinstance(node.get("pattern"), str) else ()
+        yield from node["patternProperties"] if isinstance(node.get("patternProperties"), dict) else ()
 
 
 def num_repeats(pattern: str) -> int:
@@ -208,6 +249,11 @@ def num_repeats(pattern: str) -> int:
 
 def one_line_error(matcher: Any) -> str:
     text = " ".join(matcher.get_error().split())
+    if found := _ROW.search(text):
+        return (
+            f"it allows too much at one place ({found[1]} items of llguidance's parser, at most {found[2]}): give "
+            "fewer alternatives or optional properties."
+        )
     if text.startswith("NoExtensionBias"):  # what llguidance says of a grammar without any text
         return "a rule or $ref refers only to itself, so that no text matches it."
     return text if len(text) <= 300 else text[:297] + "..."

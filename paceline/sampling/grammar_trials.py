@@ -14,11 +14,14 @@ import os
 import resource
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -29,11 +32,17 @@ from paceline.sampling.grammar_source import (
     cannot_be_compiled,
     compiled,
     llguidance_source,
+    mask,
+    next_token,
 )
+from paceline.sampling.matcher import CompiledGrammar
 
 MAX_CPU_S = 1.0  # of the trial; on a busy machine it takes longer
 MAX_MEMORY = 1 << 30  # bytes, beyond the tokenizer's
+MAX_MASK_S = 0.003  # CPU time of one mask: every row of a pass has one, and all streams wait for it
 MAX_S = 30.0  # until the result: then the machine is too busy to tell
+_NICENESS = 10  # grammars wait for the engine and its streams, not the other way round
+_FOLLOWED_TOKENS = 32  # whose masks are tried
 _LENGTH_BYTES = 4
 
 
@@ -155,6 +164,7 @@ def main() -> None:
     """Forks a child for every trial, until the engine closes the socket or dies."""
     import llguidance
 
+    os.nice(_NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; the engine ends this process
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children need no wait
@@ -191,7 +201,7 @@ def _try(tokenizer: object, connection: socket.socket) -> None:
         result: Passed | Failed
         try:
             source = llguidance_source(llguidance, grammar)
-            compiled(llguidance, tokenizer, source, grammar.kind)
+            _check_masks(compiled(llguidance, tokenizer, source, grammar.kind), grammar.kind)
             result = Passed(source)
         except PacelineError as error:
             result = Failed(str(error))
@@ -201,6 +211,34 @@ def _try(tokenizer: object, connection: socket.socket) -> None:
     except (EOFError, OSError):  # the engine has closed the socket
         pass
     os._exit(0)
+
+
+def _check_masks(grammar: CompiledGrammar, kind: str) -> None:
+    """Follows the grammar for a few tokens. What is slow behind others, which a request may choose, is not found."""
+    state = grammar.matcher.deep_copy()
+    new, repeated = [0.0], 0.0
+    for _ in range(_FOLLOWED_TOKENS):
+        # llguidance keeps much of what it finds for a mask. What it finds anew at most tokens, each request pays; and
+        # what it finds again each time, all requests of one grammar pay.
+        times = [_mask_s(state.deep_copy(), kind) for _ in range(3)]
+        new.append(times[0])
+        repeated = max(repeated, min(times))
+        seconds = max(repeated, statistics.median(new))
+        if seconds > MAX_MASK_S:
+            raise InvalidRequest(
+                f"grammar takes {seconds * 1e3:.1f} ms of CPU time to find the tokens that may come next, at most "
+                f"{MAX_MASK_S * 1e3:g} ms are allowed: give fewer alternatives or optional properties."
+            )
+        token = next_token(state, mask(state, kind))
+        if token is None:
+            return
+        state.consume_token(token)
+
+
+def _mask_s(state: Any, kind: str) -> float:
+    began = time.thread_time()
+    mask(state, kind)
+    return time.thread_time() - began
 
 
 def _end_with(connection: socket.socket) -> None:

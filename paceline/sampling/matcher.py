@@ -8,6 +8,7 @@ is sampled there does not matter.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,22 +17,30 @@ import numpy.typing as npt
 from paceline.request import Request
 from paceline.sampling.types import Bits
 
-Compiled = Any  # llguidance's matcher, in its initial state
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledGrammar:
+    """A grammar that requests share."""
+
+    matcher: Any  # llguidance's, in its initial state
+    # The mask of a first token. llguidance keeps none: with many optional properties each request would pay again.
+    first_mask: npt.NDArray[np.int32]
 
 
 class GrammarMatcher:
     """Follows the output of one request."""
 
-    __slots__ = ("_compiled", "exceeds_limit", "state")
+    __slots__ = ("compiled", "exceeds_limit", "is_initial", "state")
 
-    def __init__(self, compiled: Compiled) -> None:
-        self._compiled = compiled
-        self.state: Any = compiled.deep_copy()
+    def __init__(self, compiled: CompiledGrammar) -> None:
+        self.compiled = compiled
+        self.state: Any = compiled.matcher.deep_copy()
+        self.is_initial = True  # no token has followed
         self.exceeds_limit = False  # the cost limit, behind some drafts of the pass in flight
 
     def after(self, output: Sequence[int]) -> Any:
         """A new state, after these tokens."""
-        state = self._compiled.deep_copy()
+        state = self.compiled.matcher.deep_copy()
         state.consume_tokens(list(output))
         return state
 
@@ -45,8 +54,14 @@ class MaskRow(NamedTuple):
 
 def fill_masks(executor: Any, rows: Sequence[MaskRow], bits: Bits) -> None:
     """Computes the masks of rows without drafts, on any thread. The GIL is released meanwhile."""
-    matchers = [(row.matcher.state, row.first) for row in rows]
-    executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(bits))
+    matchers = []
+    for row in rows:
+        if row.matcher.is_initial:
+            bits[row.first] = row.matcher.compiled.first_mask[: bits.shape[1]]  # it may have a word more
+        else:
+            matchers.append((row.matcher.state, row.first))
+    if matchers:
+        executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(bits))
     for row in rows:
         if row.matcher.state.is_error():
             bits[row.first] = -1  # `advance` refuses the next token, which ends the request
@@ -92,6 +107,7 @@ def consume(executor: Any, tokens: dict[Request, tuple[GrammarMatcher, list[int]
         if turn < len(given) and request not in failed
     ]:
         for _, matcher, _ in batch:
+            matcher.is_initial = False
             if matcher.exceeds_limit:
                 matcher.state.compute_bitmask()  # as before each token of plain decoding: an error state shows here
         results = executor.consume_token_par([(matcher.state, token) for _, matcher, token in batch])

@@ -37,7 +37,7 @@ from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
-_NUM_THREADS, _NUM_PROCESSES = 2, 2
+_NUM_THREADS, _NUM_PROCESSES = 3, 2
 _LENGTH = struct.Struct("<Q")
 _OBJECT = re.compile(rb'\{\s*"')  # starts one that is not empty; in a string, the quote would be escaped
 _NICENESS = 10  # long bodies wait for the front end and the engine, not the other way round
@@ -54,7 +54,8 @@ class BodyWorkers:
     def __init__(self, tokenizer: Tokenizer, source: str | int) -> None:
         """`source` is where the process loads the same tokenizer from: see `load_tokenizer`."""
         self._tokenizer, self._source = tokenizer, source
-        self._threads = FairThreads(_NUM_THREADS, "paceline-body")
+        # A tenant leaves a thread to the others. Without API keys all clients are one tenant: two of them are served.
+        self._threads = FairThreads(_NUM_THREADS, "paceline-body", max_per_tenant=_NUM_THREADS - 1)
         # A second process is started when two tenants have long bodies at a time: one body may take seconds, and a
         # tenant uses one process only.
         self._long = FairThreads(

@@ -469,7 +469,9 @@ def main() -> None:
     gc.disable()
     if process.engine.executor.capabilities.logits:
         try:
-            process.engine.grammars.try_before_compiling()  # before requests can come: its set-up holds the GIL
+            # Before requests can come: its set-up holds the GIL. Without API keys all clients are one tenant.
+            has_keys = any(tenant.keys for tenant in setup.tenants)
+            process.engine.grammars.try_before_compiling(max_per_tenant=1 if has_keys else 2)
         except InvalidRequest as error:
             log.info("requests with a grammar are refused: %s", error)
     ready = EngineReady(served_model(process.engine, setup.name))

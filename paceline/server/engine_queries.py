@@ -77,6 +77,9 @@ def served_model(engine: Engine, name: str) -> ServedModel:
     )
 
 
+_MAX_COMPUTING = 20  # times watchdog_s, for one pass of a CPU that computes all the time
+
+
 class EngineQueries:
     def __init__(
         self,
@@ -94,6 +97,7 @@ class EngineQueries:
         self.kv_transfer: EngineKvTransfer | None = None
         self._responses = ResponseStore()
         self._monitor = EngineMonitor(engine.scheduler, engine.clock)
+        self._activity, self._active_at = 0.0, -math.inf  # of the executor: its last value, and when it changed
 
     def execute(self, query: EngineQuery) -> Future[Any]:
         """Health is returned at once, on the caller's thread: an engine that is stuck must still report it. So are
@@ -221,7 +225,12 @@ class EngineQueries:
         engine, progress = self._engine, self._engine.progress
         if engine.failure is not None:
             return Health(f"{type(engine.failure).__name__}: {engine.failure}", progress.num_passes, False)
-        stuck_s = engine.clock() - progress.since
+        now, activity = engine.clock(), engine.executor.local.activity
+        if activity != self._activity:
+            self._activity, self._active_at = activity, now
+        # A slow CPU may take longer for a pass than a GPU is waited for. One that computes for ever is stuck too.
+        active_at = min(self._active_at, progress.since + _MAX_COMPUTING * self._watchdog_s)
+        stuck_s = now - max(progress.since, active_at)
         if progress.has_work and stuck_s > self._watchdog_s:
             return Health(
                 f"no progress for {stuck_s:.0f} s: waiting for {engine.waits_for}.", progress.num_passes, False

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from paceline.server.errors import shutting_down
@@ -65,7 +66,21 @@ class FairThreads:
                     self._used_s[tenant] = max(self._used_s[tenant], self._served_s)
             self._waiting[tenant].append(call)
             self._use_threads()
+        call.result.add_done_callback(partial(self._forget, tenant))
         return call.result
+
+    def _forget(self, tenant: str | None, result: Future[Any]) -> None:
+        """Releases a call that was cancelled, and with it a body, at once."""
+        if not result.cancelled():
+            return
+        with self._changed:
+            calls = self._waiting.get(tenant, deque[_TenantCall]())
+            for call in calls:
+                if call.result is result:
+                    calls.remove(call)
+                    break
+            if not calls:
+                self._waiting.pop(tenant, None)
 
     def close(self) -> None:
         """Calls that wait fail; `join` waits for those that run."""

@@ -112,6 +112,12 @@ class GenerationHandler:
     async def _build(self, body: bytearray, tenant: TenantConfig, entry: RequestLog) -> ResponseBuilder:
         """The response, within the limits of its tenant. A body that is refused keeps the charge for its length."""
         state, route, estimate = self._state, self._route, len(body) // BODY_BYTES_PER_TOKEN
+
+        def charge(num_bytes: int) -> None:
+            nonlocal estimate
+            estimate += num_bytes // BODY_BYTES_PER_TOKEN
+            state.limiter.charge(entry.tenant, num_bytes // BODY_BYTES_PER_TOKEN)
+
         try:
             state.limiter.acquire(entry.tenant, estimate, time.monotonic())
         except Refused:
@@ -120,7 +126,7 @@ class GenerationHandler:
         try:
             arguments = (route.builder, route.request, route.path)
             response = await state.run_checked(build_response, body, *arguments, tenant=entry.tenant)
-            await response.prepare(state, tenant.name)
+            response = await response.prepare(state, tenant.name, charge)
         finally:
             state.limiter.release(entry.tenant)
         state.limiter.charge(entry.tenant, sum(len(job.prompt) for job in response.jobs) - estimate)

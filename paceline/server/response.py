@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 import msgspec
@@ -40,8 +40,10 @@ class ResponseBuilder:
         """What an error calls a prompt."""
         return "The prompt" if len(self.jobs) == self.jobs_per_prompt else f"{self.prompt_field}[{index}]"
 
-    async def prepare(self, state: ServerState, tenant: str) -> None:
-        """Completes what the constructor could not do without waiting. `jobs` are read after it."""
+    async def prepare(self, state: ServerState, tenant: str, charge: Callable[[int], None]) -> ResponseBuilder:
+        """The response with what the constructor could not do without waiting; its `jobs` are read then. `charge` is
+        given the number of bytes that this adds to the body."""
+        return self
 
     def first_chunks(self) -> Iterable[bytes]:
         """Chunks sent before the first output."""

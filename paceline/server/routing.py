@@ -6,7 +6,8 @@ plain ASGI (`generation.py`), to keep the cost of a token low.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,10 +20,11 @@ from starlette.responses import Response
 from starlette.routing import Route as StarletteRoute
 from starlette.routing import compile_path
 
-from paceline.request import PacelineError
+from paceline.request import PacelineError, Refused
 from paceline.server.apis.dialects import dialect_of
 from paceline.server.errors import ApiError, api_error, method_not_allowed, unknown_route
 from paceline.server.http import ClientDisconnected, cancel_on_disconnect, read_body
+from paceline.server.limits import BODY_BYTES_PER_TOKEN
 from paceline.server.parsing import convert, parse
 from paceline.server.response import ResponseBuilder
 from paceline.server.state import RequestContext, ServerState
@@ -131,12 +133,30 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
             if route.prepare is None:  # it works without an engine
                 work = state.workers.run(_decode, data, *arguments, None, tenant=tenant)
             else:
-                work = state.run_checked(_decode, data, *arguments, tenant=tenant)
+                work = _within_limits(
+                    state, len(data), tenant, state.run_checked(_decode, data, *arguments, tenant=tenant)
+                )
             body = await cancel_on_disconnect(request.receive, work)
         query = None if route.query is None else convert(dict(request.query_params), route.query, strict=False)
         return await route.handler(Call(state, request.path_params, body, query, tenant, request))
 
     return endpoint
+
+
+async def _within_limits(state: ServerState, num_bytes: int, tenant: str | None, work: Coroutine[Any, Any, Any]) -> Any:
+    """Work that tokenizes counts against the limits of its tenant, as a prompt of the same length does."""
+    if tenant is None:
+        return await work
+    try:
+        state.limiter.acquire(tenant, num_bytes // BODY_BYTES_PER_TOKEN, time.monotonic())
+    except Refused:
+        work.close()
+        state.counters.refused[tenant] += 1
+        raise
+    try:
+        return await work
+    finally:
+        state.limiter.release(tenant)
 
 
 def _decode(

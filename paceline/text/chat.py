@@ -130,6 +130,13 @@ class ChatTemplate:
         """The texts that the template searches for in other texts, such as </think>."""
         return _searched_texts(self._parse(TemplateEnvironment(self._now)))
 
+    @cached_property
+    def changes_text(self) -> bool:
+        """Whether the template changes texts or divides them, so that others come out than those that were given."""
+        parsed = self._parse(TemplateEnvironment(self._now))
+        called = [call.node.attr for call in parsed.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
+        return not _CHANGING.isdisjoint([*called, *(applied.name for applied in parsed.find_all(nodes.Filter))])
+
     def _with_content(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message with its text parts as one string, unless the template joins them itself."""
         content = message["content"]
@@ -239,6 +246,10 @@ def _part_text(where: str, part: Any) -> str:
     return text
 
 
+_CHANGING = frozenset(
+    ("capitalize", "casefold", "format", "join", "lower", "map", "partition", "replace", "reverse", "rpartition",
+     "rsplit", "split", "splitlines", "swapcase", "title", "upper")
+)  # fmt: skip
 _SEARCHING_METHODS = frozenset(
     ("split", "rsplit", "partition", "rpartition", "find", "rfind", "index", "rindex", "count", "replace",
      "startswith", "endswith", "removeprefix", "removesuffix")

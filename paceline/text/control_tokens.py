@@ -8,6 +8,10 @@ under a private name, by a tokenizer that does not know control tokens by their 
     encoded    [1]user\\n...<|im_end|>...[2]                       [1] and [2] are names, one token each
 
 The two renderings must be equal but for the marks, so nothing else changes.
+
+A template may also make a control token of other texts: by `lower`, `replace` or `split`, or with text of its own next
+to them. Where that is possible the conversation is rendered with harmless characters too, and a message that adds
+control tokens is refused.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from paceline.request import InvalidRequest
 # Noncharacters: Unicode reserves them for use within a program, and templates neither strip nor escape them.
 _NAME = "\ufdd0"  # around the private name of a token
 _BREAK = f"{_NAME}-{_NAME}"  # a name that stands for no token: no text joins across it
+_HARMLESS = "\U0010fffe"  # instead of a character of control tokens
 _MARKS = [chr(code) for code in range(0xFDD1, 0xFDF0)]
 _UNKNOWN = "\U0010fffd"  # in no vocabulary
 _MAX_NAMED = 16  # messages that are rendered alone to name the one that a template cuts
@@ -44,9 +49,15 @@ class ControlTokens:
     text a template searches for, such as </think>, keep their meaning in messages, except those that end a turn."""
 
     def __init__(
-        self, core: tokenizers.Tokenizer, templates: str, searched: Collection[str], eos_ids: Collection[int]
+        self,
+        core: tokenizers.Tokenizer,
+        templates: str,
+        searched: Collection[str],
+        eos_ids: Collection[int],
+        *,
+        changes_text: bool = False,
     ) -> None:
-        """`templates`: the source of all chat templates of the model."""
+        """`templates`: the source of all chat templates of the model. `changes_text`: they change or divide strings."""
         self._core, self._added = core, core.get_added_tokens_decoder()
         self._controls = frozenset(
             token.content
@@ -59,6 +70,10 @@ class ControlTokens:
             text: _offset(text, searched) for text in self._controls if len(text) > 1 and text not in exempt
         }
         self._beginnings = frozenset(text[:2] for text in self._inside)
+        self._searched, self._changes_text = [text for text in searched if text], changes_text
+        # What control tokens begin and end with; not letters, which every text has.
+        self._firsts = frozenset(text[0] for text in self._inside if not text[0].isalnum())
+        self._lasts = frozenset(text[-1] for text in self._inside if not text[-1].isalnum())
         # Whether other texts become that of a control token when they are normalized.
         self._can_normalize = core.normalizer is not None and any(
             token.normalized for token in self._added.values() if token.content in self._inside
@@ -68,6 +83,26 @@ class ControlTokens:
         """Whether a string in `value`, however deep, contains the text of a control token."""
         text = "\0".join(_strings(value))
         return self._has(text) or (self._can_normalize and self._has(self._core.normalizer.normalize_str(text)))
+
+    def may_be_made_of(self, value: Any) -> bool:
+        """Whether a template may make a control token of strings in `value` that do not contain it."""
+        if self._changes_text:
+            return any(first in text for text in _strings(value) for first in self._firsts)
+        return any(map(self._is_part, _strings(value)))
+
+    def count(self, text: str) -> int:
+        return sum(1 for _ in self._controls_in(text))
+
+    def harmless(self, value: Any) -> Any:
+        """A copy of `value` of the same shape whose strings are no parts of control tokens, except what the template
+        searches for."""
+        if isinstance(value, str):
+            pieces = self._kept.split(value)
+            pieces[::2] = [piece.translate(self._replacements) for piece in pieces[::2]]
+            return "".join(pieces)
+        if isinstance(value, Mapping):
+            return {self.harmless(key): self.harmless(item) for key, item in value.items()}
+        return [self.harmless(item) for item in value] if isinstance(value, list | tuple) else value
 
     def first_in(self, value: Any) -> str:
         """The first control token in the strings of `value`; empty if there is none."""
@@ -120,6 +155,36 @@ class ControlTokens:
                 places.append(found.start() + self._inside[found[0]])
             found = self._search(text, found.start() + 1)
         return places
+
+    def _is_part(self, text: str) -> bool:
+        """Whether a text ends as a control token begins, or begins as one ends; the template may strip it."""
+        end, begin = text.rstrip()[-self._longest :], text.lstrip()[: self._longest]
+        return any(end[at:] in self._parts for first in self._firsts if (at := end.rfind(first)) >= 0) or any(
+            begin[: at + 1] in self._parts for last in self._lasts if (at := begin.find(last)) >= 0
+        )
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._inside), default=0)
+
+    @cached_property
+    def _parts(self) -> frozenset[str]:
+        """Proper beginnings and ends of control tokens."""
+        return frozenset(part for text in self._inside for at in range(1, len(text)) for part in (text[:at], text[at:]))
+
+    @cached_property
+    def _kept(self) -> re.Pattern[str]:
+        return re.compile(f"({_pattern_of(self._searched)})")
+
+    @cached_property
+    def _replacements(self) -> dict[int, str]:
+        """For what is in control tokens, and neither in words nor in names."""
+        characters = set("".join(self._inside))
+        return {ord(one): _HARMLESS for one in characters if not (one.isalnum() or one.isspace() or one in "_-./:")}
+
+    @cached_property
+    def _controls_in(self) -> Callable[[str], Iterator[re.Match[str]]]:
+        return re.compile(_pattern_of(self._inside)).finditer
 
     @cached_property
     def _search(self) -> Callable[..., re.Match[str] | None]:
@@ -193,6 +258,7 @@ def render_as_text(
     text = render(messages, variables)
     given = [messages, variables]
     if not control.are_in(given):
+        _check_made(control, render, text, messages, variables)
         return RenderedChat(text)
     mark = _unused_mark(given)
 
@@ -207,6 +273,7 @@ def render_as_text(
     whole = control.marked(given, mark)
     found = marked(*whole)
     if found is not None:
+        _check_made(control, render, found, messages, variables)
         return RenderedChat(text, found, mark)
     where, token = "tools or template variables", control.first_in(given)
     suspects = [index for index, message in enumerate(messages) if control.first_in(message)]
@@ -217,6 +284,38 @@ def render_as_text(
     raise InvalidRequest(
         f"{where} has the text of the control token {token}, and the model's chat template cuts or changes it: remove "
         "it, or set allow_control_tokens."
+    )
+
+
+def _check_made(
+    control: ControlTokens,
+    render: Callable[[Any, Any], str],
+    text: str,
+    messages: Sequence[Any],
+    variables: Mapping[str, Any],
+) -> None:
+    """Refuses strings of which the template makes control tokens in `text`, where those that users write have marks."""
+    if not control.may_be_made_of([messages, variables]):
+        return
+
+    def count(some: Sequence[Any], others: Any) -> int:
+        try:
+            return control.count(render(some, others))
+        except InvalidRequest:  # with other characters: nothing is known
+            return control.count(text) - 1
+
+    harmless = control.harmless(messages)
+    if control.count(text) <= count(harmless, control.harmless(variables)):
+        return
+    where, all_controls = "tools or template variables", control.count(render(messages, variables))
+    suspects = [index for index, message in enumerate(messages) if control.may_be_made_of(message)]
+    for index in suspects[:_MAX_NAMED]:
+        if count([*messages[:index], harmless[index], *messages[index + 1 :]], variables) < all_controls:
+            where = f"messages[{index}]"
+            break
+    raise InvalidRequest(
+        f"{where} has text of which the model's chat template makes a control token: change it, or set "
+        "allow_control_tokens."
     )
 
 

@@ -12,7 +12,9 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from string import Formatter
 from typing import Any, NoReturn
 
 from jinja2 import TemplateAssertionError, nodes, pass_context
@@ -32,8 +34,10 @@ _ITEM_CHARACTERS = 8  # what an item of a list counts as
 _MAX_NUMBER = 2**63
 _MAX_WIDTH = 1_000  # of a field, an indentation or a precision
 _STEPS_PER_CHECK = 64
-_WIDE = re.compile(r"%[^%A-Za-z]*(\d{4}|\*)")  # a field of a thousand characters, or of a computed width
-_WIDE_FIELD = re.compile(r"\{[^{}]*[:!][^{}]*(\{|\d{4})")
+# Behind the % of a field, and the key that it may have: flags, width, precision.
+_PERCENT_FIELD = re.compile(r"[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
+_NUMBER = re.compile(r"\d+")
+_REPR = 10  # characters that repr() makes of one, at most
 _WIDE_DATE = re.compile(r"%[^%A-Za-z]*\d")
 # Names that a template cannot set.
 _LIMITS, _STEP, _JOIN, _MADE, _BUILT = "_limits", "_step", "_join", "_made", "_built"
@@ -162,6 +166,20 @@ def weight(value: Any, most: float = math.inf) -> int:
         elif isinstance(item, Namespace):
             # It has no other way to its values, and its text has them.
             stack.append(object.__getattribute__(item, "_Namespace__attrs"))
+    return found
+
+
+def _indented_weight(value: Any, width: int, most: float) -> int:
+    """About how many characters a value has when it is written out, one line for each item."""
+    found, stack = 0, [(value, 0)]
+    while stack and found <= most:
+        item, depth = stack.pop()
+        found += 1 + width * depth + (len(item) if isinstance(item, str) else 0)
+        if isinstance(item, Mapping):
+            found += sum(len(key) for key in item if isinstance(key, str))
+            stack += [(one, depth + 1) for one in item.values()]
+        elif isinstance(item, list | tuple):
+            stack += [(one, depth + 1) for one in item]
     return found
 
 
@@ -329,25 +347,29 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check_filter(limits: Limits, name: str, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
     """The value for the filter."""
-    given = [*args, *options.values()]
-    if name in ("indent", "round", "int") and any(isinstance(one, int) and abs(one) > _MAX_WIDTH for one in given[:1]):
-        raise LimitExceeded(f"uses {name} with {given[0]}")
+
+    def argument(index: int, named: str, default: Any = None) -> Any:
+        return args[index] if index < len(args) else options.get(named, default)
+
+    wide = argument(0, {"indent": "width", "round": "precision"}.get(name, ""))
+    if name in ("indent", "round") and isinstance(wide, int) and abs(wide) > _MAX_WIDTH:
+        raise LimitExceeded(f"uses {name} with {wide}")
     if name in _TEXT_FILTERS and not isinstance(value, str):
         value = limits.text(value) if value is not None else value
     if name == "indent":
-        width = given[0] if given else 4
-        limits.check(len(value) + (value.count("\n") + 1) * (width if isinstance(width, int) else len(width)))
+        width = argument(0, "width", 4)
+        limits.check(len(value) + (len(value.splitlines()) + 1) * (width if isinstance(width, int) else len(width)))
     elif name == "int" and isinstance(value, str) and len(value) > _MAX_WIDTH:
         raise LimitExceeded("uses int with a long text")
     elif name == "replace":
-        _check_replace(limits, str(value), *map(str, given[:2]))
+        _check_replace(limits, str(value), str(argument(0, "old", "")), str(argument(1, "new", "")))
     elif name == "format":
-        _check_percent(limits, str(value), given)
+        _check_percent(limits, str(value), [*args, *options.values()])
     elif name in ("e", "escape", "urlencode", "string"):
         limits.check((12 if name == "urlencode" else 5 if name != "string" else 1) * limits.weight(value))
     elif name == "join":
         value = value if isinstance(value, str) else list(value)
-        limits.check(limits.weight(value) + len(value) * (len(limits.text(given[0])) if given else 0))
+        limits.check(limits.weight(value) + len(value) * len(limits.text(argument(0, "d", ""))))
     elif name in ("list", "sort", "unique", "reverse", "map") and isinstance(value, str):
         limits.check(_ITEM_CHARACTERS * len(value))
     return value
@@ -368,9 +390,7 @@ def _check_method(limits: Limits, text: str, name: str, args: Sequence[Any], opt
         num_parts = text.count(separator) if separator else len(text) // 2
         limits.check(_ITEM_CHARACTERS * num_parts)
     elif name == "format":
-        if _WIDE_FIELD.search(text):
-            raise LimitExceeded("uses format with a wide field")
-        limits.check(len(text) + text.count("{") * limits.weight(given))
+        _check_format(limits, text, given)
 
 
 def _check_replace(limits: Limits, text: str, old: str = "", new: str = "") -> None:
@@ -379,9 +399,48 @@ def _check_replace(limits: Limits, text: str, old: str = "", new: str = "") -> N
 
 
 def _check_percent(limits: Limits, text: str, values: Any) -> None:
-    if _WIDE.search(text):
-        raise LimitExceeded("uses %, which is not allowed with a wide field")
-    limits.check(len(text) + text.count("%") * (limits.weight(values) + _MAX_WIDTH))
+    """Reads the fields as Python does: %(key)-10.3f, where a key may have parentheses of its own."""
+    length, value_length, at = len(text), limits.weight(values) + _MAX_WIDTH, text.find("%")
+    while at >= 0:
+        at = _end_of_key(text, at + 1)
+        field = _PERCENT_FIELD.match(text, at)
+        assert field is not None, "all of its parts may be empty"
+        widths = [width for width in field.groups() if width]
+        _check_widths(widths, "%, which is not allowed")
+        at = field.end()
+        length += sum(map(int, widths)) + value_length * (_REPR if text[at : at + 1] in ("r", "a") else 1)
+        at = text.find("%", at + 1)
+    limits.check(length)
+
+
+def _end_of_key(text: str, at: int) -> int:
+    """Where the key of a % field ends that may begin here."""
+    depth = 0
+    while text[at : at + 1] == "(" or depth:
+        if at >= len(text):  # Python refuses it
+            return at
+        depth += {"(": 1, ")": -1}.get(text[at], 0)
+        at += 1
+        if not depth:
+            break
+    return at
+
+
+def _check_format(limits: Limits, text: str, values: Any) -> None:
+    length, value_length = len(text), limits.weight(values) + _MAX_WIDTH
+    with suppress(ValueError):  # then `format` fails too
+        for _, _, spec, conversion in Formatter().parse(text):
+            if spec is None:
+                continue
+            widths = ["*"] if "{" in spec else _NUMBER.findall(spec)
+            _check_widths(widths, "format")
+            length += sum(map(int, widths)) + value_length * (_REPR if conversion in ("r", "a") else 1)
+    limits.check(length)
+
+
+def _check_widths(widths: Sequence[str], what: str) -> None:
+    if any(width == "*" or len(width) > 9 or int(width) > _MAX_WIDTH for width in widths):
+        raise LimitExceeded(f"uses {what} with a wide field")
 
 
 def _size(value: str | Sequence[Any]) -> int:
@@ -407,6 +466,8 @@ def _tojson(
     if width > 16 or (between is not None and max(map(len, between)) > 16):
         raise LimitExceeded(f"uses tojson with indent or separators of {width} characters")
     limits.built(value)
+    if indent is not None:
+        limits.check(_indented_weight(value, width, limits.max_characters))
     found = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=between, sort_keys=sort_keys)
     limits.made(found)
     return found

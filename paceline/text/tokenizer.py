@@ -192,7 +192,8 @@ class Tokenizer:
     def _control_tokens(self) -> ControlTokens:
         chats = [chat for chat in (self.chat, self._tool_chat) if chat is not None]
         searched = frozenset().union(*(chat.searched for chat in chats))
-        return ControlTokens(self._core, "\n".join(self.templates), searched, self.eos_ids)
+        changes_text = any(chat.changes_text for chat in chats)
+        return ControlTokens(self._core, "\n".join(self.templates), searched, self.eos_ids, changes_text=changes_text)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, at_start: bool = True) -> str:
         """The text of `ids`. Invalid UTF-8 becomes U+FFFD. `at_start`: the ids begin a text, so the space that

@@ -27,6 +27,9 @@ RNG = np.random.default_rng(3)
 SHARED = RNG.integers(3, 500, 24).tolist()
 PROMPTS = [[*SHARED, *RNG.integers(3, 500, 10 + 9 * number).tolist()] for number in range(6)]
 
+# What is sent and not acknowledged ends a connection after 15 s; an idle one is probed every 5 s.
+TCP_OPTIONS = {"TCP_USER_TIMEOUT": 15_000, "TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_NODELAY": 1}
+
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
@@ -410,6 +413,19 @@ def test_no_handshake_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # ---------------------------------------------------------------------- strangers at the address of a prefill engine
+
+
+def test_both_ends_of_a_connection_notice_a_link_that_is_cut(tmp_path: Path, expected: list[list[int]]) -> None:
+    with Pair(tmp_path, "tcp") as pair:
+        ask_all(pair, expected)
+        ends = [link.connection for link in pair.server._links] if pair.server is not None else []
+        ends += [peer._connection for peer in pair.remote._peers.values()]
+        assert len(ends) == 2
+        for end in ends:
+            assert end is not None
+            options = {name: end._peer.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in TCP_OPTIONS}
+            assert options == TCP_OPTIONS
+            assert end._peer.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def test_a_flood_of_connections_harms_no_transfer(tmp_path: Path, expected: list[list[int]]) -> None:

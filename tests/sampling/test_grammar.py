@@ -119,7 +119,7 @@ def default_outputs() -> list[list[int]]:
 
 
 def is_prefix(grammars: Grammars, grammar: Grammar, tokens: list[int]) -> bool:
-    matcher = grammars.compile(grammar).result().deep_copy()
+    matcher = grammars.compile(grammar).result().matcher.deep_copy()
     return matcher.try_consume_tokens(tokens) == len(tokens)
 
 
@@ -431,7 +431,7 @@ def test_repetitions_of_a_pattern_are_counted(pattern: str, count: int) -> None:
 
 def masks_along(grammars: Grammars, grammar: Grammar, count: int) -> list[np.ndarray]:
     """The masks along an output of random allowed tokens."""
-    rng, matcher, masks = random.Random(3), grammars.compile(grammar).result().deep_copy(), []
+    rng, matcher, masks = random.Random(3), grammars.compile(grammar).result().matcher.deep_copy(), []
     while len(masks) < count and not matcher.is_stopped():
         masks.append(np.frombuffer(matcher.compute_bitmask(), np.uint8))
         assert matcher.consume_token(rng.choice(np.flatnonzero(np.unpackbits(masks[-1], bitorder="little"))))
@@ -536,7 +536,7 @@ def test_a_tokenizer_that_llguidance_does_not_support_is_refused() -> None:
 def accepts(grammars: Grammars, grammar: Grammar, text: str) -> bool:
     """Whether `text` is a whole output."""
     tokens = grammars._tokenizer.encode(text, add_special=False)
-    matcher = grammars.compile(grammar).result().deep_copy()
+    matcher = grammars.compile(grammar).result().matcher.deep_copy()
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
@@ -625,7 +625,7 @@ def test_digits_of_a_regex_are_ascii_in_outputs(llm: LLM) -> None:
 
 def longest_blanks(grammars: Grammars, grammar: Grammar, prefix: str) -> int:
     """How many spaces can follow `prefix`, up to 100."""
-    matcher = grammars.compile(grammar).result().deep_copy()
+    matcher = grammars.compile(grammar).result().matcher.deep_copy()
     space = grammars._tokenizer.encode(" ", add_special=False)
     assert matcher.consume_tokens(grammars._tokenizer.encode(prefix, add_special=False))
     return sum(matcher.try_consume_tokens(space) for _ in range(100))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import queue
+import random
 import signal
 import threading
 from collections.abc import Iterator
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
 
 from paceline.engine.build import build_engine
 from paceline.engine.job import Job
-from paceline.request import Grammar, InvalidRequest, SamplingParams
+from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
 from paceline.sampling.grammar import Compiling, Grammars
+from paceline.sampling.grammar_source import MAX_OPTIONAL
 from paceline.text.synthetic import synthetic_tokenizer
 
 
@@ -21,8 +26,11 @@ def optional(count: int, name: str = "p") -> dict[str, Any]:
 
 
 def hostile(number: int) -> Grammar:
-    """Below every limit on its text, and minutes of work for llguidance: its parts are merged into one object."""
-    return Grammar.json_schema({"allOf": [optional(900, f"a{number}b{part}c") for part in range(6)]})
+    """Below every limit on its text, and seconds of work for llguidance: its parts are merged into one object."""
+    names = [[f"{number}{part}{index}" for index in range(1300)] for part in "abcdefgh"]
+    return Grammar.json_schema(
+        {"allOf": [{"properties": dict.fromkeys(some, True), "required": some} for some in names]}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +126,81 @@ def test_aborting_a_request_abandons_its_grammar(monkeypatch: pytest.MonkeyPatch
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [({"timeout_s": 0.2}, FinishReason.DEADLINE), ({"queue_timeout_s": 0.2}, FinishReason.QUEUE_TIMEOUT)],
+)
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_deadline_ends_a_request_whose_grammar_waits(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, float], reason: FinishReason, is_busy: bool
+) -> None:
+    engine = build_engine(load="random", shape="tiny-qwen3", threads=1, kv_tokens=8192)
+    held = Held(monkeypatch, engine.grammars)
+    first = engine.grammars.compile(Grammar.regex("a"))
+    held.wait_begun(first.grammar)
+    ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Sink:
+        def put(self, delta: Any) -> None:
+            ends.put(delta)
+
+        def refuse(self, error: Exception) -> None:
+            ends.put(error)
+
+    class Ignored(Sink):
+        def put(self, delta: Any) -> None: ...
+
+    if is_busy:
+        other = engine.submit(Job(engine.encode("y"), SamplingParams(max_tokens=2000, ignore_eos=True)), Ignored())
+    engine.submit(Job(engine.encode("x"), SamplingParams(grammar=Grammar.regex("b")), **fields), Sink())
+    assert ends.get(timeout=30).finish_reason is reason
+    if is_busy:
+        engine.abort(other)
+    held.go_on.set()
+    assert engine.grammars.compile(Grammar.regex("c")).result(30)
+    assert Grammar.regex("b") not in held.begun, "nobody waits for it"
+    engine.close()
+
+
 def test_too_many_optional_properties_are_refused_at_once(trials: Grammars) -> None:
     with pytest.raises(InvalidRequest, match=r"^grammar has an object with 5,000 optional properties: give"):
         trials.compile(Grammar.json_schema(optional(5000))).result()
-    schema = {**optional(1200), "required": [f"p{index}" for index in range(400)]}
+    schema = {**optional(MAX_OPTIONAL + 400), "required": [f"p{index}" for index in range(400)]}
     assert trials.compile(Grammar.json_schema(schema)).result()
+    several = {"anyOf": [optional(MAX_OPTIONAL, name) for name in "abc"]}
+    for grammar in (Grammar.json_schema(several), Grammar.lark(f"start: %json {json.dumps(several)}")):
+        with pytest.raises(InvalidRequest, match=r"^grammar has 1,350 optional properties in all its objects: give"):
+            trials.compile(grammar).result()
+
+
+@pytest.mark.parametrize("kind", [{"type": "string"}, {"enum": [1, 2]}, {"type": "object"}, {"type": "integer"}])
+def test_an_object_with_as_many_optional_properties_as_allowed_is_generated(
+    trials: Grammars, kind: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {f"p{index}": kind for index in range(MAX_OPTIONAL)}}
+    matcher = trials.compile(Grammar.json_schema(schema)).result().matcher.deep_copy()
+    value = "{}" if kind == {"type": "object"} else '"a"' if kind == {"type": "string"} else "1"
+    text = f'{{"p{MAX_OPTIONAL // 2}": {value}, "p{MAX_OPTIONAL - 1}": {value}}}'
+    for token in synthetic_tokenizer(512).encode(text):
+        matcher.compute_bitmask()
+        assert matcher.consume_token(token), matcher.get_error()
+    assert matcher.is_accepting()
+
+
+def test_a_schema_with_slow_masks_is_refused(trials: Grammars) -> None:
+    rng = random.Random(1)
+    words = ["".join(rng.choices(ascii_lowercase, k=8)) for _ in range(1500)]
+    alternatives = " | ".join(f"r{index}" for index in range(len(words)))
+    rules = "\n".join(f'r{index}: /[a-z ]{{1,{index + 1}}}/ "{word}"' for index, word in enumerate(words))
+    with pytest.raises(
+        InvalidRequest, match=r"^grammar takes \d+\.\d ms of CPU time to find the tokens .*: give fewer"
+    ):
+        trials.compile(Grammar.lark(f"start: {alternatives}\n{rules}")).result()
+    schema = {"anyOf": [optional(1, f"a{index}_") for index in range(MAX_OPTIONAL)]}
+    with pytest.raises(
+        InvalidRequest, match=r"it allows too much at one place \(4950 items .*at most 2000\): give fewer"
+    ):
+        trials.compile(Grammar.json_schema(schema)).result()
 
 
 def test_a_grammar_beyond_its_cpu_time_is_refused_and_others_go_on(trials: Grammars) -> None:

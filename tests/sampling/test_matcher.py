@@ -63,6 +63,29 @@ def allowed(mask: np.ndarray) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
+def test_requests_of_one_grammar_share_its_first_mask(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = Grammar.regex("[ab]{2,6}")
+    requests = [attached(grammars, grammar) for _ in range(8)]
+    computed, executor = list[int](), grammars._executor
+
+    class Executor:
+        consume_token_par = executor.consume_token_par
+
+        def unsafe_compute_mask_ptr(self, rows: Any, *arguments: Any) -> None:
+            computed.append(len(rows))
+            executor.unsafe_compute_mask_ptr(rows, *arguments)
+
+    monkeypatch.setattr(grammars, "_executor", Executor())
+    matcher = grammars.compile(grammar).result().matcher.deep_copy()
+    first = np.frombuffer(matcher.compute_bitmask(), np.int32)
+    assert (grammars.masks(requests, buffer).bits == first).all() and not computed
+    assert not advance(grammars, requests[3], [B])
+    matcher.consume_token(B)
+    masks = grammars.masks(requests, buffer).bits
+    assert (np.delete(masks, 3, axis=0) == first).all() and computed == [1]
+    assert (masks[3] == np.frombuffer(matcher.compute_bitmask(), np.int32)).all()
+
+
 class Plain:
     """Plain decoding: one token after the other, and a mask for each."""
 

@@ -10,11 +10,11 @@ from paceline.sampling.turns import Turns
 class Recorded:
     """Tasks that run only when they are let go, one by one."""
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, max_per_tenant: int = 1) -> None:
         self.begun: list[str] = []
         self._changed = threading.Condition()
         self._may_end: set[str] = set()
-        self.turns: Turns[str] = Turns(self._run, num_threads, "test-turns")
+        self.turns: Turns[str] = Turns(self._run, num_threads, "test-turns", max_per_tenant=max_per_tenant)
 
     def _run(self, task: str) -> None:
         with self._changed:
@@ -70,3 +70,18 @@ def test_tasks_that_wait_are_not_run_after_close() -> None:
         if thread.name == "test-turns":
             thread.join(30)
     assert "second" not in recorded.begun
+
+
+def test_the_only_tenant_has_two_threads_if_it_may() -> None:
+    recorded = Recorded(num_threads=4, max_per_tenant=2)
+    for index in range(8):
+        recorded.turns.add("only", f"h{index}")
+    recorded.wait_begun("h0", "h1")
+    recorded.turns.add("other", "o0")
+    recorded.wait_begun("o0")
+    assert sorted(recorded.begun) == ["h0", "h1", "o0"]
+    recorded.end("h1")
+    recorded.wait_begun("h2")
+    assert "h3" not in recorded.begun
+    recorded.turns.close()
+    recorded.end("h0", "h2", "o0")

@@ -296,10 +296,16 @@ def test_an_unknown_route_or_method_has_the_error_format(
 def test_a_grammar_that_becomes_too_expensive_is_a_fault_of_the_request(caller: Caller) -> None:
     """Its first mask is cheap, so it is accepted. A 503 would make clients try again."""
     parts = [
-        {"type": "object", "properties": {f"{part}_{index}": {"type": "string"} for index in range(700)}}
-        for part in range(3)
+        {"type": "object", "properties": {f"{part}_{index}": {"type": "string"} for index in range(450)}}
+        for part in range(2)
     ]
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"allOf": parts}}}
+    behind_a_choice = {
+        "type": "object",
+        "properties": {"k": {"enum": [1, 2]}, "v": {"allOf": parts}},
+        "required": ["k", "v"],
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": behind_a_choice}}
     for stream in (False, True):
         response = caller.post(CHAT, {**HELLO, "max_tokens": 50}, response_format=schema, stream=stream)
         text = response.text

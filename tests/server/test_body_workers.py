@@ -334,6 +334,29 @@ class Visit:
         await self.task
 
 
+@pytest.mark.parametrize("tenant", ["one", None])
+def test_slow_short_calls_of_one_tenant_leave_a_thread(tenant: str | None) -> None:
+    workers, may_end, begun = BodyWorkers(synthetic_tokenizer(300), 300), threading.Event(), list[int]()
+
+    def slow(number: int) -> None:
+        begun.append(number)
+        may_end.wait(60)
+
+    async def use() -> None:
+        calls = [asyncio.create_task(workers.run_in_thread(slow, number, tenant=tenant)) for number in range(8)]
+        async with asyncio.timeout(30):
+            assert await workers.run_in_thread(len, b"abc", tenant="two") == 3
+            await until(lambda: len(begun) == 2)  # without API keys all clients are one tenant, and none waits for one
+        may_end.set()
+        await asyncio.gather(*calls)
+
+    try:
+        asyncio.run(use())
+    finally:
+        may_end.set()
+        workers.close()
+
+
 def test_a_flood_of_bodies_does_not_delay_another_tenant(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     app = make_app(engine, tenants=TENANTS)
     process = HeldProcess(app.state.workers, monkeypatch)
@@ -450,6 +473,49 @@ def test_a_prompt_that_is_accepted_is_charged_its_tokens_and_not_its_bytes(engin
     post = limited(engine, 1000)
     padding = {"metadata": {"padding": "x" * 6000}}
     assert [post({**TEXT, **padding, "max_tokens": 1}).status_code for _ in range(5)] == [200] * 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a " * 2500}),
+        ("/detokenize", {"tokens": [5] * 2500}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a " * 2500}]}),
+    ],
+)
+def test_tokenize_counts_against_the_limits(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    tenants = [TenantConfig(name="one", keys=("one",), tokens_per_minute=1000), TenantConfig(name="two", keys=("two",))]
+    app = make_app(engine, tenants=tenants, admin_key="root")
+    caller = Caller(app)
+
+    def post(key: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        return caller.request("POST", path, json={"model": "tiny", **body}, headers=headers)
+
+    assert post("one").status_code == 200
+    response = post("one")
+    assert response.status_code == 429 and "tokens_per_minute" in response.json()["error"]["message"]
+    assert int(response.headers["retry-after"]) > 1 and app.state.counters.refused["one"] == 1
+    assert post("two").status_code == 200 and post("root").status_code == 200 == post("root").status_code
+
+
+def test_tokenize_counts_as_one_of_max_requests(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app(engine, tenants=[TenantConfig(name="one", keys=("one",), max_requests=1)])
+    process = HeldProcess(app.state.workers, monkeypatch)
+    text = json.dumps({"model": "tiny", "prompt": "a " * LONG}).encode()
+
+    async def use() -> None:
+        first = Visit(app, text, "/tokenize", "one")
+        await until(lambda: process.num_taken == 1)
+        second = Visit(app, LONG_TEXT, key="one")
+        await second.task
+        assert second.status == 429
+        process.release(b"}")
+        await first.task
+
+    process.run(use())
 
 
 def test_output_is_charged_too(engine: Engine) -> None:

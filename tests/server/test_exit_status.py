@@ -46,6 +46,23 @@ def test_the_disk_of_a_model_may_be_mounted_later(tmp_path: Path) -> None:
     assert start("--model", str(tmp_path))[0] == WRONG
 
 
+def test_the_disk_of_an_adapter_may_be_mounted_later(tmp_path: Path) -> None:
+    model = ("--load", "random", "--shape", "tiny-llama")
+    for folder in (tmp_path, tmp_path / "adapter"):
+        status, message = start(*model, "--lora", f"a={folder}")
+        assert status == MAY_PASS and "mount the disk with it" in message
+    assert start(*model, "--lora", "a=no-such-adapter")[0] == WRONG
+    (tmp_path / "note.txt").touch()
+    assert start(*model, "--lora", f"a={tmp_path}")[0] == WRONG
+
+
+def test_the_disk_of_a_configuration_may_be_mounted_later(tmp_path: Path) -> None:
+    status, message = start("--config", str(tmp_path / "paceline.toml"))
+    assert status == MAY_PASS and "cannot be read" in message
+    assert start("--config", "no-such-file.toml")[0] == WRONG
+    assert start("--config", str(tmp_path))[0] == WRONG
+
+
 @pytest.mark.parametrize(("answer", "expected"), [(None, MAY_PASS), (503, MAY_PASS), (404, WRONG), (401, WRONG)])
 def test_the_hub_may_be_reached_later_but_a_model_that_it_does_not_have_is_wrong(
     answer: int | None, expected: int, tmp_path: Path

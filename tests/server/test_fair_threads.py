@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
@@ -74,6 +76,23 @@ def test_a_call_that_is_cancelled_while_it_waits_never_runs(held: Held) -> None:
     calls = [held.call(tenant) for tenant in "abc"]
     assert calls[1].cancel()
     assert held.run(calls[0], calls[2]) == "ac"
+
+
+class Body:
+    """Something that a call keeps alive."""
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_cancelled_call_is_released_at_once(held: Held, others: int) -> None:
+    kept = [held.call("a") for _ in range(others)]
+    body = Body()
+    alive = weakref.ref(body)
+    call = held.threads.submit("a", partial(id, body))
+    del body
+    assert alive() is not None
+    assert call.cancel()
+    assert alive() is None, "while other calls still wait"
+    assert held.run(*kept, held.call("b")) == ("aba" if others else "b")
 
 
 def test_a_tenant_leaves_a_thread_to_the_others() -> None:

@@ -24,6 +24,7 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed
 from paceline.engine.virtual.build import build_virtual
 from paceline.request import SamplingParams
+from paceline.server import engine_queries
 from paceline.server.engine_client import EngineState
 from paceline.server.handlers.health import get_health, get_ready
 from paceline.server.routing import Call
@@ -89,6 +90,40 @@ def test_a_long_busy_period_does_not_fail_health(engine: Engine) -> None:
         codes.add(caller.request("GET", "/health").status_code)
     assert time.monotonic() - started > watchdog_s, "the request was too short to test anything"
     assert codes == {200}
+
+
+@pytest.mark.parametrize("max_computing", [1000, 2])
+def test_a_slow_pass_of_a_cpu_is_not_stuck_while_it_computes(
+    monkeypatch: pytest.MonkeyPatch, max_computing: int
+) -> None:
+    monkeypatch.setattr(engine_queries, "_MAX_COMPUTING", max_computing)
+    watchdog_s = 1.0
+    engine = build_engine(load="random", shape="tiny-qwen3", threads=1, kv_tokens=1024)
+    may_end, waits, run = threading.Event(), threading.Event(), engine.executor.runner.run  # type: ignore[attr-defined]
+
+    def slow(*arguments: Any) -> Any:
+        while not may_end.is_set():
+            if waits.is_set():
+                may_end.wait()
+        return run(*arguments)
+
+    monkeypatch.setattr(engine.executor.runner, "run", slow)  # type: ignore[attr-defined]
+    caller = caller_of(engine, watchdog_s)
+    try:
+        engine.submit(Job(engine.encode("a"), SamplingParams(max_tokens=2)), Silent())
+        wait_until(lambda: engine.progress.has_work)
+        began, codes = time.monotonic(), list[int]()
+        while time.monotonic() - began < 4 * watchdog_s:
+            codes.append(caller.request("GET", "/health").status_code)
+            time.sleep(0.02)
+        assert (503 in codes) == (max_computing == 2), "computing for ever is no progress either"
+        if max_computing > 2:
+            waits.set()
+            wait_until(lambda: caller.request("GET", "/health").status_code == 503)
+    finally:
+        may_end.set()
+    wait_until(lambda: caller.request("GET", "/health").status_code == 200)
+    engine.close()
 
 
 def test_inconsistent_scheduler_state_is_reset_when_idle_and_counted(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -15,6 +17,7 @@ from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.engine.output import EngineFailed
 from paceline.request import FinishReason
+from paceline.server.apis import responses
 from paceline.server.response_store import ResponseStore
 from tests.server.scripted import CALL, ScriptedCaller, run_package
 from tests.server.serving import Caller, make_app
@@ -150,6 +153,38 @@ def test_a_response_continues_the_previous_one(scripted: ScriptedCaller) -> None
     positions = [prompt.index(text) for text in ("My colour?", "Blue.", "And the weather?", "Rome", "sunny")]
     assert positions == sorted(positions) and "Be kind." not in prompt  # instructions are not carried over
     assert second.previous_response_id == first.id
+
+
+def test_a_short_body_with_a_long_history_is_a_long_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = Caller(make_app(engine, tenants=[TenantConfig(name="one", keys=("one",), tokens_per_minute=10_000)]))
+    state, handled, charged = caller.app.state, list[int](), list[float]()
+    in_process, charge = state.workers._run_in_process, state.limiter.charge
+
+    def observed(function: Any, body: Any, args: Any) -> Any:
+        handled.append(len(body))
+        assert charged, "before the work"
+        return in_process(function, body, args)
+
+    first = create(caller, "one", metadata={f"key{number}": "x" * 500 for number in range(12)})
+    monkeypatch.setattr(state.workers, "_run_in_process", observed)
+    monkeypatch.setattr(state.limiter, "charge", lambda name, num: (charged.append(num), charge(name, num)))
+    second = create(caller, "one", input="And?", previous_response_id=first.id)
+    assert len(handled) == 1 and handled[0] > 6000, "the stored conversation, in the process of long bodies"
+    assert charged[0] == handled[0] // 4 and sum(charged) == pytest.approx(second.usage.total_tokens, abs=40)
+
+    decoded, decoder = list[int](), responses._stored_decoder
+    monkeypatch.setattr(state.workers, "_run_in_process", lambda function, body, args: function(body, *args))
+    monkeypatch.setattr(
+        responses,
+        "_stored_decoder",
+        SimpleNamespace(decode=lambda data: (decoded.append(threading.get_ident()), decoder.decode(data))[1]),
+    )
+    third = create(caller, "one", input="And?", previous_response_id=first.id)
+    assert without_ids(second) == without_ids(third)
+    headers = {"Authorization": "Bearer one"}
+    for path in (f"/v1/responses/{first.id}", f"/v1/responses/{first.id}/input_items"):
+        assert caller.request("GET", path, headers=headers).status_code == 200
+    assert len(decoded) == 3 and threading.get_ident() not in decoded, "not on the event loop"
 
 
 def test_a_streamed_response_is_stored_before_its_end_is_sent(scripted: ScriptedCaller) -> None:

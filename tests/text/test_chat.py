@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from datetime import datetime
 from typing import Any
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from paceline.request import InvalidRequest
 from paceline.text.chat import ChatTemplate, ChatTemplateError, check_messages
@@ -249,6 +251,70 @@ def test_invalid_template_is_an_error_of_its_request(source: str, words: str) ->
     with pytest.raises(ChatTemplateError, match=words):
         ChatTemplate(source).render(MESSAGES)
     assert time.thread_time() - start < 20
+
+
+ALLOCATING = {
+    "'%(a)200000000d' % {'a': 1}": "uses %, which is not allowed with a wide field",
+    "'%((a)%)200000000d' % {'(a)%': 1}": "uses %, which is not allowed with a wide field",
+    "'%(a)200000000d' | format(a=1)": "uses %, which is not allowed with a wide field",
+    "'%(a).200000000f' | format(a=1)": "uses %, which is not allowed with a wide field",
+    "'%-0 200000000d' % 1": "uses %, which is not allowed with a wide field",
+    "'%.*f' % (200000000, 1)": "uses %, which is not allowed with a wide field",
+    "('%999d' * 200000) % ((1,) * 200000)": "more than 1,",
+    "('{:999}' * 150000).format(1)": "more than 1,",
+    "('%r' * 400) % (('\x01' * 900,) * 400)": "more than 1,",
+    "'{0[}]:>200000000}'.format({'}': 1})": "uses format with a wide field",
+    "1 | round(method='ceil', precision=200000000)": "uses round with",
+    "('\n' * 900000) | indent(first=true, width=999)": "more than 1,",
+    "('\x0b' * 900000) | indent(999)": "more than 1,",
+    "('x' * 20000) | replace(new='y' * 20000, old='x')": "more than 1,",
+    "range(20000) | join(attribute='real', d='x' * 20000)": "more than 1,",
+}
+
+
+@pytest.mark.parametrize("expression", ALLOCATING)
+@pytest.mark.parametrize("condition", ["true", "messages[0].content == 'boom'"])
+def test_no_expression_allocates_much(expression: str, condition: str) -> None:
+    """Also where the trial at the start does not get to."""
+    template = ChatTemplate(f"{{% if {condition} %}}{{{{ ({expression}) | length }}}}{{% endif %}}")
+    tracemalloc.start()
+    with pytest.raises(ChatTemplateError, match=ALLOCATING[expression]):
+        template.render([{"role": "user", "content": "boom"}])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 30_000_000
+
+
+def test_deep_json_with_indents_is_bounded_before_it_is_written() -> None:
+    value: Any = ["a"] * 60_000
+    for _ in range(100):
+        value = [value]
+    template = ChatTemplate("{{ tools | tojson(indent=16) | length }}")
+    tracemalloc.start()
+    with pytest.raises(ChatTemplateError, match="more than"):
+        template.render(MESSAGES, tools=value)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 60_000_000
+    assert ChatTemplate("{{ tools | tojson(indent=4) }}").render(MESSAGES, tools=TOOLS).count("\n") > 8
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'%5.1f|%-8s|%03d|%%|%s' % (1.25, 'a', 7, 'b')",
+        "'%(a)s %(b (c))5d' % {'a': 'x', 'b (c)': 2}",
+        "'{0:>8}|{1!r:<9}|{2:.3f}|{{}}|{a[b]}'.format('a', 'b', 1.5, a={'b': 3})",
+        "'%(a)5s' | format(a=1)",
+        "1.2345 | round(precision=2, method='floor')",
+        "'a\nb' | indent(first=true, width=3)",
+        "'aXa' | replace(new='-', old='X')",
+        "'9' | int(default=5000)",
+    ],
+)
+def test_ordinary_formats_are_those_of_jinja(expression: str) -> None:
+    expected = ImmutableSandboxedEnvironment().from_string(f"{{{{ {expression} }}}}").render()
+    assert ChatTemplate(f"{{{{ {expression} }}}}").render(MESSAGES) == expected
 
 
 def test_variables_of_a_request_cannot_replace_the_limits() -> None:

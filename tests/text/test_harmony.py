@@ -187,7 +187,7 @@ def test_grammars_allow_analysis_before_a_call_or_an_answer(special: bool) -> No
 
     def accepts(grammar: Grammar, text: str) -> bool:
         ids = tokenizer.encode(text, add_special=False)
-        matcher = grammars.compile(grammar).result().deep_copy()
+        matcher = grammars.compile(grammar).result().matcher.deep_copy()
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -158,7 +158,7 @@ def test_grammar_of_a_forced_call_accepts_what_the_parser_reads(style: str, spec
 
     def accepts(text: str) -> bool:
         ids = tokenizer.encode(text, add_special=False)
-        matcher = grammars.compile(grammar).result().deep_copy()
+        matcher = grammars.compile(grammar).result().matcher.deep_copy()
         return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
     whole = FORCED[style] if style in (QWEN_XML, GLM) else FORCED[style] % json.dumps(VALUE)
@@ -181,7 +181,7 @@ def test_grammar_allows_several_calls(style: str) -> None:
     both = f"{one[:-1]}, {one[len('[TOOL_CALLS][') :]}" if style == MISTRAL else one + one
     both = one + "\n" + one if style in (HERMES, QWEN_XML, GLM) else both
     for several in (True, False):
-        matcher = grammars.compile(call_grammar(TOOLS, style, several=several)).result().deep_copy()
+        matcher = grammars.compile(call_grammar(TOOLS, style, several=several)).result().matcher.deep_copy()
         ids = tokenizer.encode(both, add_special=False)
         assert (matcher.try_consume_tokens(ids) == len(ids)) is several
     assert parsed(style, [both], TOOLS) == ("", [("now", "{}")] * 2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -164,12 +164,20 @@ class ResponsesResponse(ChatBuilder):
         self._chat.messages = [*system, *self._conversation]
         super().__init__(context, self._chat)
 
-    async def prepare(self, state: ServerState, tenant: str) -> None:
+    def continued(self, stored: bytes, context: RequestContext) -> ResponsesResponse:
+        """With the conversation of the response that it continues."""
+        self._start(context, _stored_decoder.decode(stored).messages)
+        return self
+
+    async def prepare(self, state: ServerState, tenant: str, charge: Callable[[int], None]) -> ResponsesResponse:
         self._tenant = tenant
         previous = self._given.previous_response_id
-        if previous is not None:
-            history = (await _stored(state, previous, tenant, "previous_response_id")).messages
-            await state.workers.run_in_thread(self._start, state.context, history, tenant=tenant)
+        if previous is None:
+            return self
+        # A short body with a long history is a long one.
+        stored = await _stored(state, previous, tenant, "previous_response_id")
+        charge(len(stored))
+        return await state.workers.run(_continued, stored, self, state.context, tenant=tenant)
 
     async def finish(self, state: ServerState) -> None:
         if self._is_stored:
@@ -355,11 +363,20 @@ _MAX_ITEMS = 100  # of a page
 _stored_decoder = msgspec.json.Decoder(StoredResponse)
 
 
-async def _stored(state: ServerState, response_id: str, tenant: str | None, param: str | None) -> StoredResponse:
+async def _stored(state: ServerState, response_id: str, tenant: str | None, param: str | None) -> bytes:
+    """A stored response, still as JSON: decoding a long one takes long."""
     data: bytes | None = await state.client.query(GetResponse(response_id, tenant))
     if data is None:
         raise _not_found(response_id, param)
-    return _stored_decoder.decode(data)
+    return data
+
+
+def _continued(stored: bytes, response: ResponsesResponse, context: RequestContext) -> ResponsesResponse:
+    return response.continued(stored, context)
+
+
+def _object_of(stored: bytes) -> bytes:
+    return bytes(_stored_decoder.decode(stored).response)
 
 
 def _not_found(response_id: str, param: str | None) -> ApiError:
@@ -372,8 +389,9 @@ def _not_found(response_id: str, param: str | None) -> ApiError:
 
 
 async def get_response(call: Call) -> Response:
-    found = await _stored(call.state, call.path_params["id"], call.tenant, None)
-    return Response(bytes(found.response), media_type="application/json")
+    stored = await _stored(call.state, call.path_params["id"], call.tenant, None)
+    found = await call.state.workers.run(_object_of, stored, tenant=call.tenant)
+    return Response(found, media_type="application/json")
 
 
 async def list_input_items(call: Call) -> Response:
@@ -382,7 +400,12 @@ async def list_input_items(call: Call) -> Response:
     if not 1 <= query.limit <= _MAX_ITEMS:
         raise ApiError(f"limit is {query.limit}: give 1 to {_MAX_ITEMS}.", param="limit", code="invalid_value")
     stored = await _stored(call.state, response_id, call.tenant, None)
-    items = list(input_items(stored.messages[slice(*stored.input)], response_id.removeprefix("resp_")))
+    return json_response(await call.state.workers.run(_page_of_items, stored, query, response_id, tenant=call.tenant))
+
+
+def _page_of_items(stored: bytes, query: InputItemsQuery, response_id: str) -> InputItemList:
+    found = _stored_decoder.decode(stored)
+    items = list(input_items(found.messages[slice(*found.input)], response_id.removeprefix("resp_")))
     if query.order == "desc":
         items.reverse()
     if query.after is not None:
@@ -396,7 +419,7 @@ async def list_input_items(call: Call) -> Response:
         items = items[ids.index(query.after) + 1 :]
     page = items[: query.limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return json_response(InputItemList(page, first, last, len(items) > len(page)))
+    return InputItemList(page, first, last, len(items) > len(page))
 
 
 async def delete_response(call: Call) -> Response:
