@@ -33,7 +33,7 @@ from paceline.sampling.grammar_source import (
 
 MAX_CPU_S = 1.0  # of the trial; on a busy machine it takes longer
 MAX_MEMORY = 1 << 30  # bytes, beyond the tokenizer's
-MAX_S = 30.0  # until the result: then the machine is too busy to tell
+MAX_S = 30.0  # until the result: then the machine is too busy to tell, or the process hangs and is ended
 _LENGTH_BYTES = 4
 
 
@@ -74,6 +74,7 @@ class GrammarTrials:
                     _send(ours, msgspec.msgpack.encode(grammar))
                     result = msgspec.msgpack.decode(_receive(ours), type=Passed | Failed)
                 except TimeoutError:
+                    self._end(process)  # it may be stopped: every later grammar would wait as long
                     raise TrialTimeout(f"grammar was not compiled within {MAX_S:g} s: try again later.") from None
                 except (EOFError, OSError):
                     if process.poll() is None:  # the child has ended, not the process that forks
@@ -116,6 +117,12 @@ class GrammarTrials:
                 command = [sys.executable, "-m", "paceline.sampling.grammar_trials", str(theirs.fileno())]
                 self._process = subprocess.Popen(command, stdin=setup, pass_fds=[theirs.fileno()])
         return self._process, self._socket
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Unless another one has taken its place. Trials of its children go on."""
+        with self._lock:
+            if process is self._process:
+                self._end_process()
 
     def _end_process(self) -> None:
         if self._socket is not None:

@@ -3,7 +3,8 @@
 A body of any size and content must not delay the streams of other clients. Bodies that take under a millisecond are
 handled in threads. All others are handled in another process, of low priority: encoding 100 KB takes 0.1 to 0.3 s of a
 core, decoding 16 MB of JSON alone holds the GIL for up to two seconds, and bodies with many objects run much Python
-code. In both, the tenants take turns (`fair_threads.py`). A process that dies is started again with the next body.
+code. In both, the tenants take turns (`fair_threads.py`). A process that dies is started again with the next body; one
+that hangs is killed (`process_watch.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from paceline.server.limits import (
     MAX_QUEUED_BODY_BYTES,
     MAX_TENANT_QUEUED_BODY_BYTES,
 )
+from paceline.server.process_watch import ProcessWatch
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -62,6 +64,7 @@ class BodyWorkers:
         )
         self._local = threading.local()  # `process`, which each thread of `_long` starts, uses and replaces
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watch = ProcessWatch("that reads long request bodies")
         self._num_bytes: Counter[str | None] = Counter()  # of bodies that wait or are handled, by tenant
 
     def start(self) -> None:
@@ -109,6 +112,7 @@ class BodyWorkers:
 
     def close(self) -> None:
         """Bodies in work fail."""
+        self._watch.close()
         for threads in (self._long, self._threads):
             threads.close()
         for process in list(self._processes):
@@ -134,15 +138,17 @@ class BodyWorkers:
         process = self._running_process()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
-            _write(process.stdin, _dumps((function, args)))
-            _write(process.stdin, body)
-            result = _loads(_read(process.stdout), self._tokenizer)
+            with self._watch.busy(process):  # kills one that hangs, which ends the wait for its pipe
+                _write(process.stdin, _dumps((function, args)))
+                _write(process.stdin, body)
+                reply = _read(process.stdout)
+            result = _loads(reply, self._tokenizer)
         except (EOFError, OSError):
             _stop(process)
             self._processes.remove(process)
             self._local.process = None
             raise ApiError(
-                "The process that reads long request bodies died: retry the request.",
+                "The process that reads long request bodies died or hung: retry the request.",
                 status=503,
                 kind="server_error",
                 code="body_process_died",
