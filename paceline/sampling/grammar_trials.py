@@ -22,6 +22,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from paceline.logs import set_up_child_logs
 from paceline.request import InvalidRequest, PacelineError
 from paceline.sampling.grammar_source import (
     GrammarText,
@@ -164,6 +165,7 @@ def main() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; the engine ends this process
+    set_up_child_logs("grammars")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children need no wait
     control = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TokenizerArguments).create(llguidance)

@@ -26,6 +26,7 @@ from functools import partial
 from itertools import islice
 from typing import IO, Any, TypeVar, cast
 
+from paceline.logs import set_up_child_logs
 from paceline.server.errors import ApiError, api_error
 from paceline.server.fair_threads import FairThreads
 from paceline.server.limits import (
@@ -229,6 +230,7 @@ def main() -> None:
     """Handles bodies until the front end closes the pipe or dies."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; the front end ends this process
+    set_up_child_logs("bodies")
     os.nice(_NICENESS)
     requests = sys.stdin.buffer
     replies, sys.stdout = sys.stdout.buffer, sys.stderr  # nothing else may write to the pipe
