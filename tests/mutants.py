@@ -1352,7 +1352,7 @@ MUTANTS = [
     Mutant(
         "a step admits any number of requests",
         "scheduler/admission.py",
-        "        return self._num_moves < MAX_MOVES_PER_STEP",
+        "        return self._num_moves < self.max_moves",
         "        return True",
         ("tests/scheduler/test_admission.py",),
     ),

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.request import FinishReason, Phase, Request
-from paceline.scheduler import EventKind, admission
+from paceline.scheduler import EventKind
+from paceline.scheduler.admission import MAX_MOVES_PER_STEP
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim, is_protected, victims
 from paceline.testing import Harness
@@ -311,14 +312,12 @@ def storm(**options: Any) -> Harness:
 
 
 @pytest.mark.parametrize("max_moves", [0, 2, 4])
-def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(
-    max_moves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(max_moves: int) -> None:
     subject = storm()
     core = subject.scheduler
     while core.num_waiting:
         subject.step()
-    monkeypatch.setattr(admission, "MAX_MOVES_PER_STEP", max_moves)
+    core.admission.max_moves = max_moves
     left_out = 0
     while core.counters.retractions < 3:
         before = core.counters.retractions
@@ -326,25 +325,25 @@ def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(
         assert core.counters.retractions - before <= max(1, max_moves // 2)
         left_out += len(core.running.decoding) - len(core._decode_rows)
     assert left_out, "some rows had no page in some passes"
-    monkeypatch.undo()
+    core.admission.max_moves = MAX_MOVES_PER_STEP
     subject.run()
     assert set(subject.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
     subject.assert_reference()
 
 
-def test_requests_of_higher_priority_get_memory_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_higher_priority_get_memory_over_several_steps() -> None:
     """One that needs more retractions than a step has is admitted once the last of them is done."""
     subject = harness(num_pages=40, page_size=2, max_running=12, policy="priority", retract_gap=1, vocab=4096)
     subject.add(*(request([n + 1] * 4, 4, id=f"low-{n}") for n in range(10)))
     subject.step()
     subject.add(request(prompt([50] * 40), 6, priority=9, id="high"))
-    monkeypatch.setattr(admission, "MAX_MOVES_PER_STEP", 4)
+    subject.scheduler.admission.max_moves = 4
     per_step = []
     while "high" not in admissions(subject.scheduler):
         before = subject.scheduler.counters.retractions
         subject.step()
         per_step.append(subject.scheduler.counters.retractions - before)
     assert max(per_step) == 2 and sum(per_step) > 2, per_step
-    monkeypatch.undo()
+    subject.scheduler.admission.max_moves = MAX_MOVES_PER_STEP
     subject.run()
     subject.assert_reference()
