@@ -52,7 +52,7 @@ from paceline.model.read_spec import read_json, read_spec
 from paceline.model.registry import FAMILIES
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 from paceline.model.stored import adapt
-from paceline.model.stored_kv_scales import KV_SCALES, kv_scale_name, read_kv_scales
+from paceline.model.stored_kv_scales import KV_SCALES, read_kv_scales, with_kv_scale_names
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
 Keep = Callable[[Any], Any]  # a quantised matrix of a checkpoint as the executor keeps it
@@ -457,7 +457,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
         if not file.is_file():
             raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
         stored.update(_file_tensors(file, () if found is None else _QUANTISED_DTYPES[found.quantization]))
-    stored = {kv_scale_name(name): tensor for name, tensor in stored.items()}
+    stored = with_kv_scale_names(stored)
     if found is None:
         return stored
     if found.quantization == "mxfp4":
