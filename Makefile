@@ -57,8 +57,9 @@ test-cluster: FILES ?= $(shell grep -rl --include='test_*.py' 'mark\.cluster' te
 test-cluster: $(WITH_CLUSTER)
 	$(PYTEST) -m cluster $(FILES) $(ARGS)
 
+# On several cores: make test-slow ARGS="-n auto"
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow --timeout 3600
+	$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
 
 # The tests with processes, threads and browsers, several times beside a CPU load: none may depend on being scheduled
 # in time. RUNS=1 for a first look.

@@ -118,7 +118,7 @@ class SchedulerConfig:
     # Memory
     num_pages: int = option(
         4096,
-        "number of pages in the KV cache (vLLM: num_gpu_blocks); an engine derives it from kv_tokens or "
+        "number of pages in the KV cache (vLLM: num_gpu_blocks_override); an engine derives it from kv_tokens or "
         "kv_memory_fraction",
         low=1,
         high=MAX_PAGES,

@@ -40,6 +40,11 @@ PEER_FLAGS = (
         "nothing of a model's configuration is overridden: edit config.json in a copy of its folder",
     ),
     PeerFlag(
+        "chat_template_content_format",
+        "",
+        "whether the template joins the parts of a message itself is found out; leave it out",
+    ),
+    PeerFlag(
         "chat_template chat_template_file hf_chat_template_name",
         "",
         "the template is that of the model: edit chat_template.jinja in a copy of its folder",
@@ -99,12 +104,14 @@ PEER_FLAGS = (
         "device",
         "a model is on one kind of device as a whole",
     ),
+    PeerFlag("-ngld gpu_layers_draft n_gpu_layers_draft", "", "the draft model is on the device of the model"),
     PeerFlag(
         "cpu_offload_gb offload_backend",
         "quantization",
         "weights are not offloaded; fewer bits save memory",
     ),
     PeerFlag("-t threads_batch -tb", "threads"),
+    PeerFlag("poll poll_batch", "", "how threads wait is not an option; leave it out"),
     PeerFlag("mlock no_mmap mmap load_mode -lm numa no_kv_offload -nkvo", "", "memory is managed; leave it out"),
     PeerFlag(
         "attention_backend prefill_attention_backend decode_attention_backend sampling_backend fp8_gemm_backend "
@@ -115,7 +122,8 @@ PEER_FLAGS = (
     ),
     PeerFlag(
         "enforce_eager disable_cuda_graph compilation_config -cc -O cudagraph_capture_sizes max_cudagraph_capture_size "
-        "max_seq_len_to_capture cuda_graph_max_bs cuda_graph_bs enable_torch_compile torch_compile_max_bs",
+        "max_seq_len_to_capture cuda_graph_max_bs cuda_graph_bs enable_torch_compile torch_compile_max_bs "
+        "cuda_graph_sizes",
         "",
         "CUDA graphs are captured for what --max-running and --max-batch-tokens need, and nothing else is compiled at "
         "run time; leave it out",
@@ -135,7 +143,7 @@ PEER_FLAGS = (
         "of the memory that is free after loading, not of all memory",
     ),
     PeerFlag("num_gpu_blocks_override", "num_pages"),
-    PeerFlag("kv_cache_memory_bytes", "kv_tokens", "in tokens, not in bytes"),
+    PeerFlag("kv_cache_memory_bytes kv_cache_memory", "kv_tokens", "in tokens, not in bytes"),
     PeerFlag("max_total_tokens", "kv_tokens"),
     PeerFlag("block_size", "page_size"),
     PeerFlag("enable_prefix_caching", "prefix_cache", "it is on by default"),
@@ -147,6 +155,10 @@ PEER_FLAGS = (
     PeerFlag("kv_offloading_size kv_offloading_backend swap_space", "host_kv_tokens", "in tokens"),
     PeerFlag("enable_hierarchical_cache hicache_ratio hicache_size", "host_kv_tokens", "in tokens"),
     PeerFlag("cache_ram -cram", "host_kv_tokens", "in tokens"),
+    PeerFlag("hicache_write_policy", "", "a page is copied to host memory when it is evicted; leave it out"),
+    PeerFlag("hicache_storage_backend slot_save_path", "", "KV is kept in device and host memory, not in files"),
+    PeerFlag("kv_unified", "", "all requests always share one pool of pages; leave it out"),
+    PeerFlag("swa_full", "", "the KV of whole prefixes is always kept; leave it out"),
     PeerFlag("kv_cache_dtype", "kv_dtype", "fp8 is fp8_e4m3"),
     PeerFlag("cache_type_k -ctk cache_type_v -ctv", "kv_dtype"),
     PeerFlag("calculate_kv_scales", "kv_dtype", "scales are found by itself"),
@@ -222,8 +234,15 @@ PEER_FLAGS = (
     PeerFlag("root_path fastapi_root_path api_prefix", "", "a proxy in front of the server removes the prefix"),
     PeerFlag("ui no_ui webui no_webui path", "live_page"),
     PeerFlag("timeout -to", "slow_reader_s", "with --body-s and --header-s for requests"),
-    PeerFlag("h11_max_incomplete_event_size h11_max_header_count", "max_header_bytes"),
-    PeerFlag("watchdog_timeout", "stall_s"),
+    PeerFlag("h11_max_incomplete_event_size", "max_header_bytes"),
+    PeerFlag("h11_max_header_count", "max_headers"),
+    PeerFlag("watchdog_timeout", "watchdog_s"),
+    PeerFlag("uds", "", "the server listens on --host and --port; a proxy can offer a Unix socket"),
+    PeerFlag("disable_frontend_multiprocessing", "", "HTTP and the engine are always processes of their own"),
+    PeerFlag("enable_request_id_headers", "", "every response has X-Request-Id; leave it out"),
+    PeerFlag("disable_fastapi_docs", "", "/openapi.json is always served, and there is no page of it"),
+    PeerFlag("allow_auto_truncate", "clip_max_tokens", "which lowers max_tokens; no prompt is ever cut off"),
+    PeerFlag("color log_colors", "", "logs have no colors, and NO_COLOR removes those of a terminal; leave it out"),
     PeerFlag(
         "skip_server_warmup warmups warmup no_warmup",
         "",
@@ -251,6 +270,7 @@ PEER_FLAGS = (
     PeerFlag("file_storage_path", "batch_folder"),
     PeerFlag("disaggregation_mode kv_transfer_config", "role"),
     PeerFlag("disaggregation_transfer_backend", "kv_transport"),
+    PeerFlag("disaggregation_bootstrap_port", "kv_listen", "an address with the port"),
     PeerFlag("kv_events_config", "kv_events"),
     # Logs
     PeerFlag("uvicorn_log_level log_level_http", "log_level"),

@@ -1359,7 +1359,7 @@ MUTANTS = [
     Mutant(
         "a step admits any number of requests",
         "scheduler/admission.py",
-        "        return self._num_moves < MAX_MOVES_PER_STEP",
+        "        return self._num_moves < self.max_moves",
         "        return True",
         ("tests/scheduler/test_admission.py",),
     ),
@@ -1390,6 +1390,59 @@ MUTANTS = [
         "        if holder.slot is not None:\n            self.exclusive_pages[holder.slot]",
         "        if False:\n            self.exclusive_pages[holder.slot]",
         ("tests/scheduler/test_state_machine.py",),
+    ),
+    Mutant(
+        "all tenants are looked at again for every new one",
+        "scheduler/fair.py",
+        "        self._most_tenants = max(_MAX_IDLE, 2 * len(self.tenants))\n",
+        "",
+        ("tests/scheduler/test_policy.py",),
+    ),
+    Mutant(
+        "shared pages of requests that would leave are not counted as free",
+        "scheduler/admission.py",
+        "if n == node.locks and node.holder is None)",
+        "if n < 0)",
+        ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "pages that others share, too, are counted as free when requests leave",
+        "scheduler/admission.py",
+        "if n == node.locks and node.holder is None)",
+        "if node.holder is None)",
+        ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "the reserved request is not first while the engine pauses",
+        "scheduler/admission.py",
+        "                reserved if first is not None and reserved in started and not self._outranks_reserved(first) "
+        "else first\n",
+        "                first\n",
+        (
+            "tests/scheduler/test_background.py::test_the_request_that_memory_is_kept_for_is_first_while_the_engine_pauses",
+        ),
+    ),
+    Mutant(
+        "nothing is reserved for a request whose retractions take several steps",
+        "scheduler/scheduler.py",
+        "                admission.reserve(request, now)  # the next step retracts the others\n",
+        "",
+        ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "a retraction for a higher priority makes the forecast cautious",
+        "scheduler/scheduler.py",
+        "            self._retract(victim, now, beneficiary, for_foreground=is_foreground)\n",
+        "            self._retract(victim, now, beneficiary, for_foreground=is_foreground)\n"
+        "            self._lengths.on_retraction()\n",
+        ("tests/scheduler/test_retraction.py",),
+    ),
+    Mutant(
+        "a higher priority waits for an adapter slot that a lower one uses",
+        "scheduler/admission.py",
+        "        if (is_hidden or not self._may_retract) and not self._has_adapter_slot(request):\n",
+        "        if (is_hidden or not self._background_runs()) and not self._has_adapter_slot(request):\n",
+        ("tests/scheduler/test_retraction.py",),
     ),
 ]
 

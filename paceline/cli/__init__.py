@@ -77,13 +77,17 @@ class _CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Prints a user error as one line and exits with 2, or with 75 if a later start may succeed; other exceptions
         are bugs and keep their traceback."""
-        given = list(ctx.args)
+        name, given = (ctx._protected_args or [""])[0], list(ctx.args)
+        if name == "serve":
+            _set_up_json_logs(given)
         try:
             return super().invoke(ctx)
         except Exception as error:
             from paceline.request import PacelineError, Unavailable
 
             message = str(error) if isinstance(error, PacelineError) else _unknown_option(error, given)
+            if not message and _logs_json() and hasattr(error, "format_message"):  # click's ClickException
+                message = f"{error.format_message().removesuffix('.')}; see `paceline serve --help`."
             if not message:
                 raise
             _say(logging.ERROR, message)
@@ -108,12 +112,6 @@ def _callback(
     ] = False,
 ) -> None:
     """Paceline, an inference and serving engine for large language models."""
-    if ctx.invoked_subcommand != "serve":  # which first reads the form of its logs
-        show_warnings()
-
-
-def show_warnings() -> None:
-    """Of the environment."""
     if any(name.startswith("PACELINE_") for name in os.environ):
         from paceline.cli.environment import warnings
 
@@ -121,10 +119,24 @@ def show_warnings() -> None:
             _say(logging.WARNING, warning)
 
 
+def _set_up_json_logs(given: list[str]) -> None:
+    """If a server's log is JSON, nothing else is written, not even about its options."""
+    from paceline.cli.log_options import log_options
+    from paceline.logs import set_up_logs
+
+    level, format = log_options(given)
+    if format == "json":
+        set_up_logs(level, format, "server")
+
+
+def _logs_json() -> bool:
+    logs = sys.modules.get("paceline.logs")  # no other command needs it
+    return logs is not None and logs.logs_json()
+
+
 def _say(level: int, message: str) -> None:
     """A line on standard error, or in the log of a server whose log is JSON."""
-    logs = sys.modules.get("paceline.server.logs")  # no other command needs it
-    if logs is not None and logs.logs_json():
+    if _logs_json():
         logging.getLogger("paceline.server").log(level, message)
     else:
         typer.echo(f"paceline: {'warning: ' if level == logging.WARNING else ''}{message}", err=True)

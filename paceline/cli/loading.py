@@ -33,7 +33,7 @@ class LoadedEngine:
 @contextmanager
 def bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar in bytes, shown from the first update on and removed at the end."""
-    from paceline.server.logs import logs_json
+    from paceline.logs import logs_json
 
     shown = errors.is_terminal and not logs_json()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -51,7 +51,7 @@ def bar(title: str) -> Iterator[Callable[[int, int], None]]:
 
 def report(message: str) -> None:
     """A line on standard error, or in the log of a server whose log is JSON."""
-    from paceline.server.logs import logs_json
+    from paceline.logs import logs_json
 
     if logs_json():
         log.info(message)

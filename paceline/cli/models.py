@@ -82,9 +82,15 @@ def _print_families() -> None:
 
 
 def _on_disk(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """Name, size in bytes and path of every model: the models folder first, then the Hugging Face cache."""
+    """Name, size in bytes and path of every model: the models folder first, then the Hugging Face cache. A file in
+    several parts is one model."""
+    from paceline.model.gguf_file import part_names
+
     for path in sorted(folder.glob("*.gguf")):
-        yield _name(path), path.stat().st_size, path
+        parts = [path.with_name(name) for name in part_names(path.name)]
+        first, *_ = found = [part for part in parts if part.is_file()]  # some may be missing yet
+        if path == first:
+            yield _name(path), sum(part.stat().st_size for part in found), path
     yield from _in_hub_cache()
 
 

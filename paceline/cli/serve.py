@@ -58,10 +58,9 @@ def serve(
     Every option below can also be set in the environment (--port as PACELINE_PORT) and in the file given by --config.
     The command line takes precedence over the environment, and the environment over the file.
     """
-    from paceline.cli import show_warnings
     from paceline.cli.loading import bar, fetch, name_of
+    from paceline.logs import logs_json
     from paceline.server.auth import ApiKeys
-    from paceline.server.logs import logs_json, set_up_logs
     from paceline.server.process_messages import ModelSource
     from paceline.server.run import bind, run, url_of
     from paceline.server.supervisor import ServerSetup
@@ -78,9 +77,6 @@ def serve(
     load = load or "weights"
     server_names = {item.name for item in dataclasses.fields(ServerConfig)}
     config = ServerConfig(**{name: value for name, value in options.items() if name in server_names})
-    if config.log_format == "json":  # from here on nothing else is written
-        set_up_logs(config.log_level, config.log_format, "server")
-    show_warnings()
     ApiKeys(tenants, config.admin_key)  # invalid keys are reported here, and not by every front end
     rest = {name: value for name, value in options.items() if name not in server_names}
     engine_options, _ = split_options(rest)
@@ -130,7 +126,7 @@ def serve(
 def _print_summary(served: ServedModel, url: str, seconds: float) -> None:
     from paceline import __version__
     from paceline.cli.loading import count, size
-    from paceline.server.logs import logs_json
+    from paceline.logs import logs_json
 
     body = {
         "model": served.name,

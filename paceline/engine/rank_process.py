@@ -5,12 +5,12 @@ It builds the same executor as rank 0, with its own part of the model, and exits
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ from paceline.engine.rank_messages import (
     WeightsRead,
     to_rank,
 )
+from paceline.logs import set_up_child_logs
 from paceline.model.spec import ModelError
 from paceline.parallel.ring import RingReader
 from paceline.request import PacelineError
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from paceline.model.decoder import Decoder
     from paceline.model.lora import LoraFile, LoraWeights
 
+log = logging.getLogger("paceline.engine")
 _BEAT_S = 0.25
 
 
@@ -180,6 +182,7 @@ def _text(error: Exception) -> str:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends rank 0, and that ends the pipes
     rank, size, ring, memory = map(int, sys.argv[1:])
+    set_up_child_logs(f"rank {rank}")
     reports = os.dup(1)
     os.dup2(2, 1)  # what libraries print is no report
     reader = RingReader(ring, rank - 1, 0)
@@ -209,7 +212,7 @@ def main() -> None:
     except Exception as error:  # rank 0 reports it
         is_usage = isinstance(error, PacelineError)
         if not is_usage:
-            traceback.print_exc()
+            log.exception("rank %d could not be built", rank)
         report(RankFailed(_text(error), is_usage))
         raise SystemExit(1) from None
     copier = RankCopier(executor, socket.socket(fileno=memory), report)
@@ -236,7 +239,7 @@ def _live(reader: RingReader, parent: int, built: list[Executor]) -> None:
             reader.beat()
             pause.wait(_BEAT_S)
     except Exception:
-        traceback.print_exc()
+        log.exception("a pass has failed")
     os._exit(1)
 
 

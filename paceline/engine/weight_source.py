@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.model.gguf_file import part_names
 from paceline.model.spec import ModelError
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ class WeightSource:
 
 def identity(path: Path) -> str:
     """Changes whenever a file of the model is written or replaced. Contents are not read."""
-    files = [path] if path.is_file() else []
+    parts = [path.with_name(name) for name in part_names(path.name)]  # of a split GGUF file
+    files = [part for part in parts if part.is_file()]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
     stats = [(file.name, file.stat()) for file in files]

@@ -23,7 +23,7 @@ from paceline.model.read_spec import read_json, read_spec
 from paceline.model.registry import FAMILIES
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.stored import adapt
-from paceline.model.stored_kv_scales import KV_SCALES, kv_scale_name
+from paceline.model.stored_kv_scales import KV_SCALES, with_kv_scale_names
 from paceline.weight_formats import FP8, GGUF, INT4, MXFP4, WeightFormat
 
 # Stored by some exporters, but computed here: rotary frequencies, causal masks.
@@ -135,7 +135,7 @@ def _folder_tensors(folder: Path, found: CheckpointFormat | None, *, has_data: b
         if not file.is_file():
             raise ModelError(f"{file} is missing, but model.safetensors.index.json names it: fetch the model again.")
         stored.update(_file_tensors(file, () if found is None else _DTYPES[found.format]))
-    stored = {kv_scale_name(name): tensor for name, tensor in stored.items()}
+    stored = with_kv_scale_names(stored)
     if found is None:
         return stored
     if found.format is INT4:

@@ -69,13 +69,17 @@ def _gptq(given: Mapping[str, Any]) -> CheckpointFormat:
     return CheckpointFormat("gptq", group=_group(given), zero_offset=offset, desc_act=bool(given.get("desc_act")))
 
 
-def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat:
+def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat | None:
     """`targets` and `ignore` are not read: which layers are quantised is what their tensors say."""
-    _require(given, "format", ("float-quantized", "pack-quantized"))
+    _require(given, "format", ("float-quantized", "pack-quantized", "dense"))
     if cache := given.get("kv_cache_scheme"):
+        if not isinstance(cache, Mapping):
+            raise ModelError(f"quantization_config has kv_cache_scheme {cache!r}: expected an object; {_REMEDY}.")
         for key, values in (("num_bits", (8,)), ("type", ("float",)), ("strategy", ("tensor",)), ("dynamic", (False,))):
             _require(cache, key, values, values[0], name="quantization_config.kv_cache_scheme")
     groups = list((given.get("config_groups") or {}).values())
+    if given["format"] == "dense" and not any(group.get("weights") for group in groups):
+        return None  # only the KV cache is quantised
     formats = {_group_format(given["format"], group) for group in groups}
     if len(formats) != 1:
         raise ModelError(
@@ -86,6 +90,8 @@ def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat:
 
 
 def _group_format(kind: str, group: Mapping[str, Any]) -> CheckpointFormat:
+    if kind == "dense":
+        raise ModelError(f"quantization_config has format 'dense' and quantised weights: {_REMEDY}.")
     weights = group.get("weights") or {}
     if kind == "pack-quantized":
         _require(weights, "num_bits", (4,))

@@ -26,6 +26,12 @@ def refuse_options(
         "is_causal": (True, None),
         "use_bidirectional_attention": (False, None),
         "use_qk_norm": (qk_norm, None),
+        "qk_norm": (qk_norm, None),
+        "use_linear_attention": (False, None),
+        "parallel_attn": (False, None),
+        "alibi": (False, None),
+        "softmax_scale": (None, *_usual_scale(config)),
+        "attention_chunk_size": (None,),
         "qk_layernorm": (False, None),
         "logit_scale": (1.0, None),
     }
@@ -36,6 +42,13 @@ def refuse_options(
     _refuse(family, config, supported)
     for kind in config.get("layer_types") or ():
         _refuse(family, {"layer_types": kind}, {"layer_types": _LAYER_TYPES if windows else _LAYER_TYPES[:1]})
+
+
+def _usual_scale(config: Mapping[str, Any]) -> tuple[float, ...]:
+    """The factor of the scores of attention, where the file says how long a head is."""
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    size = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0)
+    return (size**-0.5,) if isinstance(size, int) and size > 0 else ()
 
 
 def refuse_metadata(family: str, metadata: Mapping[str, Any]) -> None:

@@ -12,12 +12,20 @@ from paceline.model.layout import Shard, StoredTensor
 from paceline.model.spec import ModelError, ModelSpec
 
 KV_SCALES = re.compile(r"\.self_attn\.([kv])_scale$")
-_OLD_NAMES = re.compile(r"\.([kv])_proj\.(?:output|\1)_scale$")  # of the outputs of k_proj and v_proj
+# Of the outputs of k_proj and v_proj, of those of fused projections, and of a module of its own.
+_OTHER_NAMES = re.compile(r"(?<=\.self_attn)\.(?:([kv])_proj\.(?:output|\1)|(?:qkv_proj|attn)\.([kv]))_scale$")
+_OF_BOTH = re.compile(r"(?<=\.self_attn\.)kv_scale$")
 
 
-def kv_scale_name(name: str) -> str:
-    """The name of a tensor; old ones of scales are replaced."""
-    return _OLD_NAMES.sub(r".\1_scale", name)
+def with_kv_scale_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by name, with one form of the names of scales."""
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in stored.items():
+        if _OF_BOTH.search(name):
+            found |= {_OF_BOTH.sub(f"{part}_scale", name): tensor for part in "kv"}
+        else:
+            found[_OTHER_NAMES.sub(lambda match: f".{match[1] or match[2]}_scale", name)] = tensor
+    return found
 
 
 def read_kv_scales(spec: ModelSpec, stored: Mapping[str, StoredTensor], shard: Shard, source: str) -> Tensor | None:

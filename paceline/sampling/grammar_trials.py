@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from paceline.logs import set_up_child_logs
 from paceline.request import InvalidRequest, PacelineError
 from paceline.sampling.grammar_source import (
     GrammarText,
@@ -40,7 +41,7 @@ from paceline.sampling.matcher import CompiledGrammar
 MAX_CPU_S = 1.0  # of the trial; on a busy machine it takes longer
 MAX_MEMORY = 1 << 30  # bytes, beyond the tokenizer's
 MAX_MASK_S = 0.003  # CPU time of one mask: every row of a pass has one, and all streams wait for it
-MAX_S = 30.0  # until the result: then the machine is too busy to tell
+MAX_S = 30.0  # until the result: then the machine is too busy to tell, or the process hangs and is ended
 _NICENESS = 10  # grammars wait for the engine and its streams, not the other way round
 _FOLLOWED_TOKENS = 32  # whose masks are tried
 _LENGTH_BYTES = 4
@@ -83,6 +84,7 @@ class GrammarTrials:
                     _send(ours, msgspec.msgpack.encode(grammar))
                     result = msgspec.msgpack.decode(_receive(ours), type=Passed | Failed)
                 except TimeoutError:
+                    self._end(process)  # it may be stopped: every later grammar would wait as long
                     raise TrialTimeout(f"grammar was not compiled within {MAX_S:g} s: try again later.") from None
                 except (EOFError, OSError):
                     if process.poll() is None:  # the child has ended, not the process that forks
@@ -126,6 +128,12 @@ class GrammarTrials:
                 self._process = subprocess.Popen(command, stdin=setup, pass_fds=[theirs.fileno()])
         return self._process, self._socket
 
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
+        """Unless another one has taken its place. Trials of its children go on."""
+        with self._lock:
+            if process is self._process:
+                self._end_process()
+
     def _end_process(self) -> None:
         if self._socket is not None:
             self._socket.close()
@@ -167,6 +175,7 @@ def main() -> None:
     os.nice(_NICENESS)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; the engine ends this process
+    set_up_child_logs("grammars")
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended children need no wait
     control = socket.socket(fileno=int(sys.argv[1]))
     tokenizer = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=TokenizerArguments).create(llguidance)

@@ -121,6 +121,7 @@ class Admission:
         self._num_admitted = 0
         # Of the pass being planned
         self.chunks: dict[Request, Chunk] = {}
+        self.max_moves = MAX_MOVES_PER_STEP
         self._num_moves = 0  # requests admitted, and twice those retracted
         self._budget = 0  # prompt tokens that it may still get
         self.token_cost = 0.0  # what a token without context takes of a budget that follows from a latency target
@@ -278,7 +279,7 @@ class Admission:
     @property
     def can_move(self) -> bool:
         """Whether this step may admit or retract more requests."""
-        return self._num_moves < MAX_MOVES_PER_STEP
+        return self._num_moves < self.max_moves
 
     @property
     def could_admit(self) -> bool:

@@ -3,7 +3,8 @@
 A body of any size and content must not delay the streams of other clients. Bodies that take under a millisecond are
 handled in threads. All others are handled in another process, of low priority: encoding 100 KB takes 0.1 to 0.3 s of a
 core, decoding 16 MB of JSON alone holds the GIL for up to two seconds, and bodies with many objects run much Python
-code. In both, the tenants take turns (`fair_threads.py`). A process that dies is started again with the next body.
+code. In both, the tenants take turns (`fair_threads.py`). A process that dies is started again with the next body; one
+that hangs is killed (`process_watch.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from functools import partial
 from itertools import islice
 from typing import IO, Any, TypeVar, cast
 
+from paceline.logs import set_up_child_logs
 from paceline.server.errors import ApiError, api_error
 from paceline.server.fair_threads import FairThreads
 from paceline.server.limits import (
@@ -33,6 +35,7 @@ from paceline.server.limits import (
     MAX_QUEUED_BODY_BYTES,
     MAX_TENANT_QUEUED_BODY_BYTES,
 )
+from paceline.server.process_watch import ProcessWatch
 from paceline.text.load import load_tokenizer
 from paceline.text.tokenizer import Tokenizer
 
@@ -63,6 +66,7 @@ class BodyWorkers:
         )
         self._local = threading.local()  # `process`, which each thread of `_long` starts, uses and replaces
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watch = ProcessWatch("that reads long request bodies")
         self._num_bytes: Counter[str | None] = Counter()  # of bodies that wait or are handled, by tenant
 
     def start(self) -> None:
@@ -110,6 +114,7 @@ class BodyWorkers:
 
     def close(self) -> None:
         """Bodies in work fail."""
+        self._watch.close()
         for threads in (self._long, self._threads):
             threads.close()
         for process in list(self._processes):
@@ -135,15 +140,17 @@ class BodyWorkers:
         process = self._running_process()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:
-            _write(process.stdin, _dumps((function, args)))
-            _write(process.stdin, body)
-            result = _loads(_read(process.stdout), self._tokenizer)
+            with self._watch.busy(process):  # kills one that hangs, which ends the wait for its pipe
+                _write(process.stdin, _dumps((function, args)))
+                _write(process.stdin, body)
+                reply = _read(process.stdout)
+            result = _loads(reply, self._tokenizer)
         except (EOFError, OSError):
             _stop(process)
             self._processes.remove(process)
             self._local.process = None
             raise ApiError(
-                "The process that reads long request bodies died: retry the request.",
+                "The process that reads long request bodies died or hung: retry the request.",
                 status=503,
                 kind="server_error",
                 code="body_process_died",
@@ -224,6 +231,7 @@ def main() -> None:
     """Handles bodies until the front end closes the pipe or dies."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a terminal signals the whole group; the front end ends this process
+    set_up_child_logs("bodies")
     os.nice(_NICENESS)
     requests = sys.stdin.buffer
     replies, sys.stdout = sys.stdout.buffer, sys.stderr  # nothing else may write to the pipe

@@ -31,13 +31,13 @@ from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, LoadedAdapter, OutputDelta
 from paceline.engine.start import start_engine
 from paceline.engine.weight_update import update_weights
+from paceline.logs import set_up_logs
 from paceline.request import FinishReason, InvalidRequest, PacelineError, SamplingParams, as_tokens
 from paceline.server.engine_device import choose_device
 from paceline.server.engine_kv_events import EngineKvEvents, bind_publisher
 from paceline.server.engine_kv_transfer import EngineKvTransfer
 from paceline.server.engine_queries import EngineQueries, served_model
 from paceline.server.engine_reports import ReplicaReporter
-from paceline.server.logs import set_up_logs
 from paceline.server.messages import (
     EngineHealth,
     ErrorReply,

@@ -14,6 +14,7 @@ import socket
 import sys
 from typing import Any
 
+from paceline.logs import set_up_logs
 from paceline.request import PacelineError
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
@@ -23,7 +24,6 @@ from paceline.server.body_workers import BodyWorkers
 from paceline.server.connection import is_loopback, listen
 from paceline.server.engine_client import EngineGone
 from paceline.server.errors import shutting_down
-from paceline.server.logs import set_up_logs
 from paceline.server.metrics import ServerCounters
 from paceline.server.process_messages import (
     EngineDown,

@@ -23,9 +23,9 @@ from paceline.cluster.load import LoadReport
 from paceline.codec import encode
 from paceline.config import ConfigError
 from paceline.engine.output import EngineFailed
+from paceline.logs import set_up_logs
 from paceline.request import FinishReason
 from paceline.server.engine_client import EngineGone, ServedModel
-from paceline.server.logs import set_up_logs
 from paceline.server.messages import FinishRequest, QueryRequest, RegisterFrontEnd, ReplicaReport, SubmitJob
 from paceline.server.process_messages import (
     EngineReady,

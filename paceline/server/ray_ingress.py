@@ -9,11 +9,11 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline.config import ServerConfig, TenantConfig
+from paceline.logs import set_up_logs
 from paceline.server.app import App
 from paceline.server.auth import ApiKeys
 from paceline.server.body_workers import BodyWorkers
 from paceline.server.engine_client import ServedModel
-from paceline.server.logs import set_up_logs
 from paceline.server.ray_client import RayClient
 from paceline.server.state import ServerState
 from paceline.text.load import load_tokenizer

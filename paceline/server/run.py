@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.config import ConfigError, ServerConfig
+from paceline.logs import set_up_logs
 from paceline.request import Unavailable
 from paceline.server.connection import is_loopback
 from paceline.server.engine_client import ServedModel
-from paceline.server.logs import set_up_logs
 from paceline.server.open_files import fit_connections
 from paceline.server.supervisor import ServerSetup, Supervisor
 

@@ -118,6 +118,15 @@ def test_a_system_message_changes_the_answer(run: Run) -> None:
     assert run("generate", "hi", *asked).stdout != run("generate", "hi", "--system", "be brief", *asked).stdout
 
 
+def test_models_lists_a_split_file_once(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    for name in ("big-00001-of-00003.gguf", "big-00003-of-00003.gguf", "small.gguf"):  # one part is still missing
+        (tmp_path / "models" / name).write_bytes(b"x" * 1000)
+    listed = [line for line in run("models").stdout.splitlines() if ".gguf" in line and str(tmp_path) in line]
+    assert len(listed) == 2 and "big-00001" in listed[0] and "2 kB" in listed[0] and "small" in listed[1]
+
+
 def test_models_lists_local_models_and_shapes(run: Run, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     result = run("models")

@@ -19,7 +19,7 @@ from paceline.model.files import open_files
 from paceline.model.layout import Shard, StoredTensor
 from paceline.model.quantization_config import CheckpointFormat, read_format
 from paceline.model.spec import ModelError
-from paceline.model.stored_kv_scales import read_kv_scales
+from paceline.model.stored_kv_scales import read_kv_scales, with_kv_scale_names
 from paceline.model.weights import load_decoder
 from paceline.parallel.threads import ThreadGroup
 from tests.resolving import keep_stored, kernel_formats, plan_of, quantization, why
@@ -113,7 +113,16 @@ def test_targets_may_be_regular_expressions_and_some_layers_unquantised(tmp_path
     assert torch.equal(model.layers[1].mlp.down, plain["model.layers.1.mlp.down_proj"])
 
 
-@pytest.mark.parametrize("names", [("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("k_scale", "v_scale"),
+        ("k_proj.output_scale", "v_proj.output_scale"),
+        ("k_proj.k_scale", "v_proj.v_scale"),
+        ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+        ("attn.k_scale", "attn.v_scale"),
+    ],
+)
 def test_scales_of_an_fp8_kv_cache_are_read(names: tuple[str, str], tmp_path: Path) -> None:
     path = tmp_path / "model"
     save_fp8(path, CHANNEL)
@@ -128,7 +137,7 @@ def test_scales_of_an_fp8_kv_cache_are_read(names: tuple[str, str], tmp_path: Pa
     assert model.kv_scales is not None
     torch.testing.assert_close(model.kv_scales[:, :, 0], torch.tensor([[0.03, 1.03], [0.06, 1.06]]))
     for stage in range(2):
-        stored = {name.replace("proj.output_", ""): StoredTensor((), 4, lambda _, v=v: v) for name, v in given.items()}
+        stored = with_kv_scale_names({name: StoredTensor((), 4, lambda _, v=v: v) for name, v in given.items()})
         found = read_kv_scales(model.spec, stored, Shard(0, 1, stage, 2), "m")
         own = Shard(0, 1, stage, 2).layers(model.spec)
         assert found is not None and torch.equal(found, model.kv_scales[own.start : own.stop])
@@ -140,6 +149,31 @@ def test_scales_of_an_fp8_kv_cache_are_read(names: tuple[str, str], tmp_path: Pa
     change(path, {}, {first: torch.tensor(1.0)}, without=last)
     with pytest.raises(ModelError, match=r"lacks model.layers.1.self_attn.v_scale: the file is incomplete"):
         load_decoder(path, dtype="float32")
+
+
+def test_one_scale_of_keys_and_values_is_that_of_both(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_fp8(path, CHANNEL)
+    given = {f"model.layers.{layer}.self_attn.kv_scale": torch.tensor(0.5 + layer) for layer in range(2)}
+    change(path, {"kv_cache_scheme": KV}, given)
+    model = load_decoder(path, dtype="float32")
+    assert model.kv_scales is not None and model.kv_scales[:, :, 0].tolist() == [[0.5, 0.5], [1.5, 1.5]]
+
+
+@pytest.mark.parametrize("groups", [{}, {"group_0": {"weights": None, "targets": ["Linear"]}}])
+def test_weights_in_16_bits_may_have_scales_of_an_fp8_kv_cache(groups: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    save_tiny_model(path)
+    config = json.loads((path / "config.json").read_text())
+    dense = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": KV, "config_groups": groups}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": dense}))
+    plain = load_decoder(path, dtype="float32")
+    names = [f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(2) for part in "kv"]
+    file = path / "model.safetensors"
+    save_file({**load_file(file), **{name: torch.tensor(0.25) for name in names}}, file)
+    model = load_decoder(path, dtype="float32")
+    assert plain.kv_scales is None and model.kv_scales is not None and (model.kv_scales == 0.25).all()
+    assert quantization(path, "cuda") == "none" and torch.equal(model.layers[0].qkv, plain.layers[0].qkv)
 
 
 @pytest.mark.parametrize("config", [FP8, CHANNEL, BLOCKS], ids=["tensor", "channel", "blocks"])
@@ -203,6 +237,8 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
             "has strategy 'attn_head', and supported is te",
         ),
         ({**CHANNEL, "kv_cache_scheme": {**KV, "dynamic": True}}, "has dynamic True, and supported is False"),
+        ({**CHANNEL, "kv_cache_scheme": "fp8"}, "has kv_cache_scheme 'fp8': expected an object"),
+        ({**CHANNEL, "format": "dense"}, "format 'dense' and quantised weights"),
         ("fp8", "quantization_config is 'fp8'"),
     ],
 )

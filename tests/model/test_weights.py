@@ -184,6 +184,13 @@ def test_pickled_weights_are_refused_and_not_unpickled(folder: Path) -> None:
             "use_qk_norm is false: only true or null is supported for qwen3 models",
         ),
         ({"qk_layernorm": True}, "qk_layernorm is true"),
+        ({"qk_norm": True}, "qk_norm is true: only false or null is supported for qwen2 models"),
+        ({"architectures": ["LlamaForCausalLM"], "qk_norm": True}, "qk_norm is true: only false or null"),
+        ({"use_linear_attention": True}, "use_linear_attention is true"),
+        ({"softmax_scale": 0.5}, "softmax_scale is 0.5: only null or "),
+        ({"attention_chunk_size": 32}, "attention_chunk_size is 32: only null"),
+        ({"parallel_attn": True}, "parallel_attn is true"),
+        ({"alibi": True}, "alibi is true"),
         ({"logits_scaling": 8.0}, "logits_scaling is 8.0: only 1.0 or null is supported"),
         ({"embedding_multiplier": 12}, "embedding_multiplier is 12"),
         ({"residual_multiplier": 0.2}, "residual_multiplier is 0.2"),
@@ -223,6 +230,9 @@ def test_options_that_change_nothing_are_read(folder: Path) -> None:
     expected = read_spec(folder)
     plain = {"use_qk_norm": False, "is_causal": True, "logits_scaling": 1, "clip_qkv": None, "qk_layernorm": False}
     change_config(folder, **plain, use_bidirectional_attention=False, layer_types=["full_attention"] * 3)
+    assert read_spec(folder) == expected
+    plain = {"qk_norm": False, "alibi": False, "parallel_attn": False, "softmax_scale": expected.head_dim**-0.5}
+    change_config(folder, **plain, use_linear_attention=False, attention_chunk_size=None)
     assert read_spec(folder) == expected
     change_config(folder, architectures=["GraniteForCausalLM"], logits_scaling=8.0)
     assert read_spec(folder).logit_scale == 1 / 8

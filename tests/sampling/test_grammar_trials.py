@@ -16,6 +16,7 @@ import pytest
 from paceline.engine.build import build_engine
 from paceline.engine.job import Job
 from paceline.request import FinishReason, Grammar, InvalidRequest, SamplingParams
+from paceline.sampling import grammar_trials
 from paceline.sampling.grammar import Compiling, Grammars
 from paceline.sampling.grammar_source import MAX_OPTIONAL
 from paceline.text.synthetic import synthetic_tokenizer
@@ -252,6 +253,20 @@ def test_a_killed_process_is_replaced(trials: Grammars) -> None:
     running._process.send_signal(signal.SIGKILL)
     running._process.wait()
     assert trials.compile(Grammar.regex("replaced")).result()
+
+
+def test_a_process_that_is_stopped_is_replaced(trials: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = trials._trials
+    assert trials.compile(Grammar.regex("before")).result() and running is not None
+    stopped = running._process
+    assert stopped is not None
+    stopped.send_signal(signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_trials, "MAX_S", 0.2)
+        with pytest.raises(InvalidRequest, match=r"not compiled within 0\.2 s: try again later"):
+            trials.compile(Grammar.regex("stopped")).result()
+    assert stopped.poll() == -signal.SIGKILL
+    assert trials.compile(Grammar.regex("stopped")).result(), "in another process"
 
 
 def test_the_process_ends_with_the_engine() -> None:

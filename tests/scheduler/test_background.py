@@ -11,6 +11,7 @@ from paceline.request import FinishReason, Phase, Refused, Request
 from paceline.scheduler import EventKind
 from paceline.scheduler.background import fair_tenants
 from paceline.scheduler.invariants import check
+from paceline.scheduler.now import Now
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
 from paceline.scheduler.snapshot import snapshot
 from paceline.testing import Harness
@@ -343,6 +344,24 @@ def test_nothing_is_kept_for_a_new_request_while_the_engine_pauses(policy: str) 
         subject.step()
     assert list(subject.reasons) == ["running"]
     subject.scheduler.hold_new_requests(False)
+    subject.run()
+    subject.assert_reference()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_request_that_memory_is_kept_for_is_first_while_the_engine_pauses(policy: str) -> None:
+    subject = with_background(policy=policy)
+    subject.add(request(prompt(range(24)), 20, id="older"), request(prompt(range(50, 74)), 20, id="kept"))
+    subject.step()
+    core = subject.scheduler
+    core.hold_new_requests(True)
+    for name in ("kept", "older"):
+        core.retract(name, subject.clock(), "a test")
+    core.admission.reserve(core.requests["kept"], Now(core.step, subject.clock()))
+    for _ in range(3):
+        subject.step()
+    assert admissions(core)[2:] == ["kept", "older"]
+    core.hold_new_requests(False)
     subject.run()
     subject.assert_reference()
 

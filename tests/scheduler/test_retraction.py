@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.request import FinishReason, Phase, Request
-from paceline.scheduler import EventKind, admission
+from paceline.scheduler import EventKind
+from paceline.scheduler.admission import MAX_MOVES_PER_STEP
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim, is_protected, victims
 from paceline.testing import Harness
@@ -314,14 +315,12 @@ def storm(**options: Any) -> Harness:
 
 
 @pytest.mark.parametrize("max_moves", [0, 2, 4])
-def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(
-    max_moves: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(max_moves: int) -> None:
     subject = storm()
     core = subject.scheduler
     while core.num_waiting:
         subject.step()
-    monkeypatch.setattr(admission, "MAX_MOVES_PER_STEP", max_moves)
+    core.admission.max_moves = max_moves
     left_out = 0
     while core.counters.retractions < 3:
         before = core.counters.retractions
@@ -329,25 +328,90 @@ def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(
         assert core.counters.retractions - before <= max(1, max_moves // 2)
         left_out += len(core.running.decoding) - len(core._decode_rows)
     assert left_out, "some rows had no page in some passes"
-    monkeypatch.undo()
+    core.admission.max_moves = MAX_MOVES_PER_STEP
     subject.run()
     assert set(subject.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
     subject.assert_reference()
 
 
-def test_requests_of_higher_priority_get_memory_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_higher_priority_get_memory_over_several_steps() -> None:
     """One that needs more retractions than a step has is admitted once the last of them is done."""
     subject = harness(num_pages=40, page_size=2, max_running=12, policy="priority", retract_gap=1, vocab=4096)
     subject.add(*(request([n + 1] * 4, 4, id=f"low-{n}") for n in range(10)))
     subject.step()
     subject.add(request(prompt([50] * 40), 6, priority=9, id="high"))
-    monkeypatch.setattr(admission, "MAX_MOVES_PER_STEP", 4)
+    subject.scheduler.admission.max_moves = 4
     per_step = []
     while "high" not in admissions(subject.scheduler):
-        before = subject.scheduler.counters.retractions
+        before, reserved = subject.scheduler.counters.retractions, subject.scheduler.admission.reserved
+        assert reserved is (subject.scheduler.requests["high"] if per_step else None)
         subject.step()
         per_step.append(subject.scheduler.counters.retractions - before)
     assert max(per_step) == 2 and sum(per_step) > 2, per_step
-    monkeypatch.undo()
+    subject.scheduler.admission.max_moves = MAX_MOVES_PER_STEP
+    subject.run()
+    subject.assert_reference()
+
+
+def by_priority(**options: Any) -> Harness:
+    return harness(policy="priority", retract_gap=1, page_size=4, vocab=4096, **options)
+
+
+def retracted(subject: Harness) -> list[str]:
+    return [event.request_id for event in events(subject.scheduler, EventKind.RETRACT)]
+
+
+def test_a_retraction_for_a_higher_priority_does_not_change_what_outputs_are_expected_to_be() -> None:
+    """No expectation was wrong."""
+    subject = by_priority(num_pages=16)
+    subject.add(request(prompt(range(30)), 20, id="low"))
+    subject.step()
+    before = subject.scheduler._lengths.caution
+    subject.add(request(prompt(range(100, 130)), 20, priority=5, id="high"))
+    subject.step()
+    assert retracted(subject) == ["low"] and subject.scheduler._lengths.caution <= before
+
+
+def test_a_higher_priority_gets_the_adapter_slot_of_a_lower_one() -> None:
+    subject = by_priority(num_pages=256, adapter_slots=1)
+    subject.add(request([1] * 5, 200, adapter="x", id="low"), request([2] * 5, 200, id="without"))
+    for _ in range(3):
+        subject.step()
+    subject.add(request([2] * 5, 3, adapter="y", priority=5, id="high"))
+    subject.step()
+    assert subject.scheduler.requests["high"].phase is not Phase.WAITING and retracted(subject) == ["low"]
+    subject.run()
+    subject.assert_reference()
+
+
+def shares_prefix(number: int, max_tokens: int = 7, **fields: Any) -> Request:
+    """Ten pages that it shares with others of these, and two of its own."""
+    return request(prompt(range(40), number), max_tokens, id=f"shares-{number}", **fields)
+
+
+def test_a_shared_prefix_that_only_victims_hold_is_free_without_them() -> None:
+    subject = by_priority(num_pages=20)
+    subject.add(request([60], 60, expected_tokens=1, priority=9, id="stays"))
+    subject.step()
+    subject.add(shares_prefix(50), shares_prefix(51))
+    for _ in range(4):
+        subject.step()
+    assert [one.id for one in subject.scheduler.running.decoding] == ["stays", "shares-50"]
+    subject.add(request(prompt(range(100, 140)), 3, priority=5, id="high"))
+    subject.step()
+    assert subject.scheduler.requests["high"].phase is not Phase.WAITING and retracted(subject) == ["shares-50"]
+    subject.run()
+    subject.assert_reference()
+
+
+def test_no_request_is_retracted_for_a_prefix_that_others_use_too() -> None:
+    subject = by_priority(num_pages=20)
+    subject.add(shares_prefix(50), shares_prefix(51, priority=9))
+    for _ in range(3):
+        subject.step()
+    assert len(subject.scheduler.running.decoding) == 2
+    subject.add(request(prompt(range(100, 140)), 3, priority=5, id="waits"))
+    subject.step()
+    assert subject.scheduler.requests["waits"].phase is Phase.WAITING and not retracted(subject)
     subject.run()
     subject.assert_reference()

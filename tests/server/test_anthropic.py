@@ -185,7 +185,7 @@ def test_a_coding_agents_request_is_served(scripted: ScriptedCaller) -> None:
     )
     assert reply.content[0].text == "Done."
     prompt = scripted.client.prompt
-    wanted = ["You fix code.\nBe brief.", "tool_8", "Fix it.\nSoon.", "Looking.", '"path": "a.py"', "1 + 1",
+    wanted = ["You fix code.Be brief.", "tool_8", "Fix it.Soon.", "Looking.", '"path": "a.py"', "1 + 1",
               "Error: no file", "Go on."]  # fmt: skip
     positions = [prompt.index(text) for text in wanted]
     assert positions == sorted(positions)

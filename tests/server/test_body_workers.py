@@ -20,7 +20,7 @@ from paceline.config import TenantConfig
 from paceline.engine.engine import Engine
 from paceline.engine.output import OutputDelta, TokenLogprob
 from paceline.request import FinishReason
-from paceline.server import body_workers, engine_process
+from paceline.server import body_workers, engine_process, process_watch
 from paceline.server.app import App
 from paceline.server.body_workers import BodyWorkers, is_long
 from paceline.server.errors import ApiError
@@ -545,6 +545,61 @@ def test_a_dead_process_fails_its_request_and_is_replaced(caller: Caller) -> Non
     assert response.status_code == 503 and response.json()["error"]["code"] == "body_process_died"
     caller.ok(COMPLETIONS, long)
     assert workers._processes and first not in workers._processes
+
+
+@pytest.mark.parametrize("long", [{"padding": "x" * LONG}, {"padding": "x" * (1 << 20)}])
+def test_a_process_that_is_stopped_is_replaced(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, long: dict[str, str]
+) -> None:
+    monkeypatch.setattr(process_watch, "CHECK_S", 0.05)
+    workers = caller.app.state.workers
+    caller.ok(COMPLETIONS, TEXT, metadata=long)
+    (first,) = workers._processes
+    os.kill(first.pid, signal.SIGSTOP)
+    response = caller.post(COMPLETIONS, {**TEXT, "metadata": long})  # the larger one does not fit into the pipe
+    assert response.status_code == 503 and response.json()["error"]["code"] == "body_process_died"
+    assert first.poll() == -signal.SIGKILL and "has not responded for" in caplog.text
+    caller.ok(COMPLETIONS, TEXT, metadata=long)
+
+
+def evaluated(code: str) -> bytes:
+    """A long body that `eval` evaluates in the process."""
+    return code.encode() + b" #" + b"x" * LONG
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("__import__('threading').Event().wait()", "has not responded for"),
+        ("sum(iter(int, 1))", "has used 0.2 s of CPU time"),
+    ],
+)
+def test_a_process_that_hangs_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str, why: str
+) -> None:
+    workers = BodyWorkers(synthetic_tokenizer(300), 300)
+    try:
+        assert asyncio.run(workers.run(len, b"x" * LONG)) == LONG
+        with monkeypatch.context() as patch:
+            patch.setattr(process_watch, "CHECK_S", 0.05)
+            patch.setattr(process_watch, "MAX_CPU_S", 0.2)
+            with pytest.raises(ApiError, match="died or hung"):
+                asyncio.run(workers.run(eval, evaluated(code)))
+        assert why in caplog.text
+        assert asyncio.run(workers.run(len, b"x" * LONG)) == LONG
+    finally:
+        workers.close()
+
+
+def test_a_process_that_works_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watch, "CHECK_S", 0.1)
+    monkeypatch.setattr(process_watch, "MAX_IDLE_CHECKS", 10)
+    workers = BodyWorkers(synthetic_tokenizer(300), 300)
+    try:
+        work = evaluated("sum(range(60_000_000))")  # takes longer than these checks
+        assert asyncio.run(workers.run(eval, work)) == 30_000_000 * 59_999_999
+    finally:
+        workers.close()
 
 
 def test_a_bug_in_the_process_is_500_and_logged(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import operator
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
+from paceline.server.body_workers import BodyWorkers
+from paceline.server.errors import ApiError
+from paceline.server.limits import LONG_BODY_BYTES
 from paceline.server.metrics import Histogram
-from tests.server.process import ServerProcess
+from paceline.text.synthetic import synthetic_tokenizer
+from tests.server.process import ServerProcess, serving
 from tests.server.virtual import body, complete, connect, get, metric, virtual, wait_until
 
 
@@ -126,11 +134,30 @@ def test_a_server_with_json_logs_writes_nothing_else() -> None:
     [
         (("/no/such/model",), "model is '/no/such/model', which does not exist", 75),
         (("--executor", "virtual", "--tp", "64", "--replicas", "1", "--router", "random"), "router is 'random'", 2),
+        (("--port", "abc"), "Invalid value for '--port'", 2),
+        (("--frobnicate",), "No such option: --frobnicate", 2),
+        (("--tensor-parallel-size", "2"), "--tensor-parallel-size is no option: here it is called --tp", 2),
+        (("--max-connections", "0"), "max_connections is 0: must be at least 1.", 2),
+        (("--config", "/no/such.toml"), "config is '/no/such.toml', which cannot be read", 2),
+        (("one", "two"), "unexpected extra argument", 2),
     ],
 )
 def test_an_error_at_the_start_is_json_too(arguments: tuple[str, ...], message: str, status: int) -> None:
-    command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--log-format", "json", *arguments]
-    environment = {**os.environ, "PACELINE_MAX_RUNNIN": "3"}
+    assert_error_is_json(("--log-format", "json", *arguments), message, status)
+
+
+def test_json_is_found_in_the_environment_and_in_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text("[server]\nlog_format = 'json'\n")
+    message = "Invalid value for '--port'"
+    assert_error_is_json(("--port", "abc"), message, 2, PACELINE_LOG_FORMAT="json")
+    assert_error_is_json(("--port", "abc", f"--config={file}"), message, 2)
+    assert_error_is_json(("--port", "abc"), message, 2, PACELINE_CONFIG=str(file))
+
+
+def assert_error_is_json(arguments: tuple[str, ...], message: str, status: int, **variables: str) -> None:
+    command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "PACELINE_MAX_RUNNIN": "3", **variables}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     warning, error = (json.loads(line) for line in ended.stderr.splitlines())
     assert ended.returncode == status and ended.stdout == ""
@@ -138,10 +165,46 @@ def test_an_error_at_the_start_is_json_too(arguments: tuple[str, ...], message: 
     assert error["level"] == "error" and message in error["message"]
 
 
+@pytest.mark.cluster
+def test_ranks_and_their_ends_are_logged_as_json() -> None:
+    tiny = ("--load", "random", "--shape", "tiny-llama", "--device", "cpu", "--threads", "1", "--kv-tokens", "4096")
+    with serving(*tiny, "--tp", "2", "--log-level", "debug", "--log-format", "json") as server:
+        server.signal(signal.SIGTERM)
+    assert [json.loads(line) for line in server.lines][-1]["message"] == "stopped"
+    with serving(*tiny, "--tp", "2", "--log-format", "json") as server:
+        children = psutil.Process(server.process.pid).children(recursive=True)
+        (rank,) = (one for one in children if "paceline.engine.rank_process" in one.cmdline())
+        rank.kill()
+        wait_until(lambda: "exited unexpectedly" in server.output)
+        server.signal(signal.SIGTERM)
+    records = [json.loads(line) for line in server.lines]
+    assert any("rank 1 of 2 ended unexpectedly (signal SIGKILL)" in one["message"] for one in records)
+
+
+def test_child_processes_log_as_their_parent_does(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("_PACELINE_LOGS", json.dumps(["info", "json", "front-end-1"]))
+    workers = BodyWorkers(synthetic_tokenizer(300), 300)
+    try:
+        with pytest.raises(ApiError, match="Internal server error"):
+            asyncio.run(workers.run(operator.neg, b"x" * (LONG_BODY_BYTES + 1)))
+    finally:
+        workers.close()
+    (line,) = (json.loads(line) for line in capfd.readouterr().err.splitlines())
+    assert line["process"] == "front-end-1: bodies" and "TypeError" in line["exception"]
+    numbers = ["1", "2", "1000", "1001"]  # no file descriptors, so this rank cannot even read its setup
+    rank = subprocess.run(
+        [sys.executable, "-m", "paceline.engine.rank_process", *numbers], capture_output=True, text=True, check=False
+    )
+    (line,) = (json.loads(line) for line in rank.stderr.splitlines())
+    assert line["process"] == "front-end-1: rank 1" and line["level"] == "critical" and rank.returncode == 1
+
+
 def test_warnings_and_uncaught_exceptions_are_json() -> None:
     code = (
         "import threading, warnings\n"
-        "from paceline.server.logs import set_up_logs\n"
+        "from paceline.logs import set_up_logs\n"
         "set_up_logs('info', 'json', 'test')\n"
         "warnings.warn('beware')\n"
         "thread = threading.Thread(target=lambda: 1 / 0, name='one')\n"

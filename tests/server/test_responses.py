@@ -311,10 +311,12 @@ def test_a_stream_that_fails_ends_with_response_failed(scripted: ScriptedCaller)
 
 def test_the_input_items_of_a_stored_response_are_listed(scripted: ScriptedCaller) -> None:
     first = create(scripted, input="Hello there", instructions="Be brief.")
+    parts = [{"type": "input_text", "text": text} for text in ("And in ", "Rome?")]
     items: Any = [
-        {"role": "user", "content": [{"type": "input_text", "text": "And in Rome?"}]},
+        {"role": "user", "content": parts},
         {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Rome"}'},
         {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+        {"role": "user", "content": "Thanks"},
     ]
     second = create(scripted, input=items, previous_response_id=first.id)
 
@@ -325,8 +327,9 @@ def test_the_input_items_of_a_stored_response_are_listed(scripted: ScriptedCalle
     assert (hello.type, hello.role, hello.content[0].text) == ("message", "user", "Hello there")
     for limit in (1, 2, 3, 100):
         found = run(scripted, lambda client, limit=limit: listed(client, second.id, order="asc", limit=limit))
-        assert [item.type for item in found] == ["message", "function_call", "function_call_output"]
-        assert found[0].content[0].text == "And in Rome?"
+        assert [item.type for item in found] == ["message", "function_call", "function_call_output", "message"]
+        assert [part.model_dump(exclude_none=True) for part in found[0].content] == parts
+        assert found[3].content[0].text == "Thanks"
         assert json.loads(found[1].arguments) == {"city": "Rome"} and found[2].output == "rain"
         newest = run(scripted, lambda client, limit=limit: listed(client, second.id, limit=limit))
         assert newest == found[::-1]

@@ -131,7 +131,7 @@ class QuantisedModel:
         threads, nearly all of it in foreign code without the GIL."""
         spec.refuse_differences("quantization on a CPU", "set quantization to none", allowed=_PER_LAYER)
         mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn
-        assert isinstance(ffn, Dense), "`choose_precision` refuses experts"
+        assert isinstance(ffn, Dense), "a plan keeps no experts in 4 or 8 bits on a CPU"
         self.spec = self.whole_spec = spec
         self._library = library
         bits: list[int] = []

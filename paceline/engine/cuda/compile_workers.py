@@ -19,6 +19,8 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import IO, Any, NamedTuple, TypeVar
 
+from paceline.logs import set_up_child_logs
+
 _MAX_PROCESSES = 32  # a process needs some 300 MB, and more save no time
 
 T = TypeVar("T")
@@ -92,6 +94,7 @@ class CompileWorkers:
 def _serve(ends: Sequence[int]) -> None:
     """In the first process: forks one for every other pair of pipes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and that ends the pipes
+    set_up_child_logs("kernels")
     os.dup2(2, 1)  # what a compiler prints is not for the caller's standard output
     # Imported once, before the others are forked: what the functions that they call need.
     from paceline.engine.cuda import variants  # noqa: F401

@@ -147,7 +147,7 @@ def _to_chat(request: CountTokensRequest, *, has_effort: bool) -> ChatRequest:
 
 def _messages(request: CountTokensRequest) -> Iterator[Json]:
     if request.system:
-        yield {"role": "system", "content": _text("system", request.system)}
+        yield {"role": "system", "content": _content("system", request.system)}
     for index, message in enumerate(request.messages):
         path = f"messages[{index}].content"
         if message.role == "assistant":
@@ -167,51 +167,56 @@ def _user_messages(path: str, message: AnthropicMessage) -> Iterator[Json]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts: list[str] = []
+    parts: list[Json] = []
     for index, block in enumerate(message.content):
         where = f"{path}[{index}]"
         kinds = _USER_BLOCKS if message.role == "user" else {"text": TextBlock}
         found = convert_tagged(block, kinds, where)
         if isinstance(found, TextBlock):
-            texts.append(found.text)
+            parts.append(_part(found))
         else:
             assert isinstance(found, ToolResultBlock), "the kinds of blocks of a user"
-            text = _text(f"{where}.content", found.content or "")
-            yield {
-                "role": "tool",
-                "tool_call_id": found.tool_use_id,
-                "content": f"Error: {text}" if found.is_error else text,
-            }
-    if texts or not message.content:
-        yield {"role": message.role, "content": "\n".join(texts)}
+            result = _content(f"{where}.content", found.content or "")
+            if found.is_error and isinstance(result, str):
+                result = f"Error: {result}"
+            elif found.is_error:
+                result = [{"type": "text", "text": "Error: "}, *result]
+            yield {"role": "tool", "tool_call_id": found.tool_use_id, "content": result}
+    if parts or not message.content:
+        yield {"role": message.role, "content": parts}
 
 
 def _assistant_message(path: str, content: str | list[Json]) -> Json:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
-    texts: list[str] = []
+    parts: list[Json] = []
     thoughts: list[str] = []
     calls: list[Json] = []
     for index, block in enumerate(content):
         found = convert_tagged(block, _ASSISTANT_BLOCKS, f"{path}[{index}]")
         if isinstance(found, TextBlock):
-            texts.append(found.text)
+            parts.append(_part(found))
         elif isinstance(found, ThinkingBlock):
             thoughts.append(found.thinking)
         elif isinstance(found, ToolUseBlock):
             function = {"name": found.name, "arguments": found.input}
             calls.append({"id": found.id, "type": "function", "function": function})
-    message: Json = {"role": "assistant", "content": "\n".join(texts)}
+    message: Json = {"role": "assistant", "content": parts}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     return {**message, **({"tool_calls": calls} if calls else {})}
 
 
-def _text(path: str, content: str | list[Json]) -> str:
+def _content(path: str, content: str | list[Json]) -> str | list[Json]:
+    """In the form of a chat, whose template joins the parts."""
     if isinstance(content, str):
         return content
-    blocks = [convert_tagged(block, {"text": TextBlock}, f"{path}[{index}]") for index, block in enumerate(content)]
-    return "\n".join(block.text for block in blocks)
+    kinds = {"text": TextBlock}
+    return [_part(convert_tagged(block, kinds, f"{path}[{index}]")) for index, block in enumerate(content)]
+
+
+def _part(block: TextBlock) -> Json:
+    return {"type": "text", "text": block.text}
 
 
 def _tool(path: str, tool: Json) -> Tool:

@@ -177,15 +177,16 @@ def _messages(value: str | list[Json]) -> list[Json]:
         path, already = f"input[{index}]", len(found)
         item = convert_tagged({"type": "message", **given}, _ITEMS, path)
         if isinstance(item, _ReasoningItem):
-            thoughts += _text(f"{path}.content", item.content or "", _REASONING_PARTS)
+            parts = _parts(f"{path}.content", item.content or [], _REASONING_PARTS)
+            thoughts += "\n".join(part.text for part in parts)
             continue
         if isinstance(item, _MessageItem):
-            found.append({"role": item.role, "content": _text(f"{path}.content", item.content)})
+            found.append({"role": item.role, "content": _content(f"{path}.content", item.content)})
         elif isinstance(item, _CallItem):
             add_call(found, item.call_id, item.name, _arguments(path, item.arguments))
         elif isinstance(item, _CallOutputItem):
-            text = _text(f"{path}.output", item.output)
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
+            output = _content(f"{path}.output", item.output)
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
         if thoughts and found[-1]["role"] == "assistant" and len(found) > already:
             found[-1]["reasoning_content"], thoughts = thoughts, ""
     if thoughts:
@@ -200,19 +201,19 @@ def _messages(value: str | list[Json]) -> list[Json]:
 def input_items(messages: Iterable[Json], name: str) -> Iterator[Json]:
     """The messages of an input as items again. Their ids are made from `name`."""
     for number, message in enumerate(messages):
-        role, text = message["role"], message.get("content") or ""
+        role, content = message["role"], message.get("content") or ""
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content]
         if thoughts := message.get("reasoning_content"):
             part = {"type": "reasoning_text", "text": thoughts}
             yield {"type": "reasoning", "id": f"rs_{name}_{number}", "summary": [], "content": [part]}
         if role == "tool":
             call_id = message["tool_call_id"]
-            yield {"type": "function_call_output", "id": f"fco_{name}_{number}", "call_id": call_id, "output": text}
-        elif text or not message.get("tool_calls"):
-            part = {"type": "output_text", "text": text, "annotations": []}
-            if role != "assistant":
-                part = {"type": "input_text", "text": text}
+            output = content if isinstance(content, str) else [{"type": "input_text", "text": text} for text in texts]
+            yield {"type": "function_call_output", "id": f"fco_{name}_{number}", "call_id": call_id, "output": output}
+        elif content or not message.get("tool_calls"):
+            kind: Json = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
             item = {"type": "message", "id": f"msg_{name}_{number}", "status": "completed"}
-            yield {**item, "role": role, "content": [part]}
+            yield {**item, "role": role, "content": [{**kind, "text": text} for text in texts]}
         for index, call in enumerate(message.get("tool_calls", ())):
             function = call["function"]
             yield {
@@ -243,11 +244,15 @@ def _arguments(path: str, text: str) -> Json:
     return value
 
 
-def _text(path: str, content: str | list[Json], kinds: dict[str, type[_TextPart]] = _PARTS) -> str:
+def _content(path: str, content: str | list[Json]) -> str | list[Json]:
+    """In the form of a chat, whose template joins the parts."""
     if isinstance(content, str):
         return content
-    parts = [convert_tagged(part, kinds, f"{path}[{index}]") for index, part in enumerate(content)]
-    return "\n".join(part.text for part in parts)
+    return [{"type": "text", "text": part.text} for part in _parts(path, content, _PARTS)]
+
+
+def _parts(path: str, content: list[Json], kinds: dict[str, type[_TextPart]]) -> list[_TextPart]:
+    return [convert_tagged(part, kinds, f"{path}[{index}]") for index, part in enumerate(content)]
 
 
 def _response_format(config: TextConfig | None) -> ResponseFormat | None:

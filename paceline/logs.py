@@ -1,6 +1,7 @@
 """Logging to standard error, as text or as one JSON object per line, with the Python stacks if native code crashes.
 
-Fields given as `extra={"fields": {...}}` become members of the object, or follow the text as name=value.
+Fields given as `extra={"fields": {...}}` become members of the object, or follow the text as name=value. Child
+processes that get no options, such as ranks, log as their parent does (`set_up_child_logs`).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 log = logging.getLogger("paceline")
+_VARIABLE = "_PACELINE_LOGS"  # for child processes: level, format and name of this one
 
 
 class _TextFormatter(logging.Formatter):
@@ -51,6 +54,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(level: str, format: str, process: str) -> None:
+    os.environ[_VARIABLE] = json.dumps([level, format, process])
     faulthandler.enable(2)  # stderr of the process, whatever sys.stderr is
     handler = logging.StreamHandler(sys.stderr)
     if format == "json":
@@ -65,6 +69,13 @@ def set_up_logs(level: str, format: str, process: str) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("paceline").setLevel(level.upper())
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # uvicorn warns about every invalid HTTP request
+
+
+def set_up_child_logs(name: str) -> None:
+    """In a child process, first of all. Nothing is set up if nothing was in the parent: there Paceline is a library."""
+    if (given := os.environ.get(_VARIABLE)) is not None:
+        level, format, parent = json.loads(given)
+        set_up_logs(level, format, f"{parent}: {name}")
 
 
 def logs_json() -> bool:
