@@ -20,6 +20,7 @@ from paceline.engine.virtual.executor import VirtualClock
 from paceline.request import FinishReason, Request
 from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _MASK = (1 << 64) - 1
 _NAN = _MASK  # as KV, and as a sum of KV
@@ -49,7 +50,7 @@ def _sample(total: int, vocab: int) -> int:
     return _NO_TOKEN if total == _NAN else _mix(total ^ 0x5EED) % vocab
 
 
-def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishReason]:
+def reference_tokens(request: TrackedRequest, vocab: int) -> tuple[list[int], FinishReason]:
     """The expected output of `request`: the toy model alone, without pages, cache or scheduler.
 
     `request.max_tokens` must be set, as it is after `Scheduler.add`.
@@ -58,7 +59,7 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
         return [], FinishReason.LENGTH
     stops = set(request.params.stop_token_ids)
     if not request.params.ignore_eos:
-        stops |= set(request.eos_token_ids)
+        stops |= set(request.request.eos_token_ids)
     total, position, output = _seed(request.namespace), 0, []
     tokens = request.prompt.tolist()
     while True:
@@ -73,7 +74,7 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
         tokens = output[-1:]
 
 
-def reference_kv(request: Request, num_tokens: int) -> np.ndarray:
+def reference_kv(request: TrackedRequest | Request, num_tokens: int) -> np.ndarray:
     """The KV of the first tokens of a prompt."""
     total, found = _seed(request.namespace), []
     for position, token in enumerate(request.prompt[:num_tokens].tolist()):
@@ -296,15 +297,17 @@ class Harness:
         self.loop = Loop(scheduler, self.executor, self.clock, overlap=overlap)
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, TrackedRequest] = {}
         self.on_step: Callable[[Updates], None] | None = None
         self._check = check if checked else None
 
-    def add(self, *requests: Request) -> None:
-        for request in requests:
-            self.scheduler.add(request, self.clock())
-            self.requests[request.id] = request
-            self.outputs[request.id] = []
+    def add(self, request: Request) -> TrackedRequest:
+        added = self.requests[request.id] = self.scheduler.add(request, self.clock())
+        self.outputs[request.id] = []
+        return added
+
+    def add_all(self, *requests: Request) -> list[TrackedRequest]:
+        return [self.add(request) for request in requests]
 
     def step(self, *, launch: bool = True) -> Updates | None:
         output = self.loop.step(launch=launch)

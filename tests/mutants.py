@@ -302,8 +302,8 @@ MUTANTS = [
     Mutant(
         "namespaces are shared",
         "scheduler/prefix_tree.py",
-        "        for name in (request.tenant, (request.cache_salt, request.adapter)):",
-        '        for name in (request.tenant, ("", "")):',
+        "        for name in (tenant, (salt, adapter)):",
+        '        for name in (tenant, ("", "")):',
     ),
     Mutant(
         "a shared prefix is charged to every sharer",
@@ -344,7 +344,7 @@ MUTANTS = [
     ),
     Mutant(
         "any phase may follow any other",
-        "request.py",
+        "scheduler/tracked_request.py",
         "        if phase not in _NEXT[self.phase]:",
         "        if False:",
     ),

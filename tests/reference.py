@@ -7,6 +7,7 @@ real scheduler must equal these.
 from __future__ import annotations
 
 from paceline.request import FinishReason, Request
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.testing import _MASK, _kv, _sample, _seed
 
 
@@ -17,14 +18,14 @@ class ReferenceScheduler:
         self.cache: dict[tuple[object, ...], list[int]] = {}
         self.hit_tokens = 0
 
-    def run(self, request: Request) -> tuple[list[int], FinishReason]:
+    def run(self, request: TrackedRequest) -> tuple[list[int], FinishReason]:
         """All tokens of one request, computed with the KV that earlier requests left in the dictionary."""
-        space = (request.tenant, request.cache_salt, request.adapter)
+        space = request.namespace
         tokens = request.prompt.tolist()
         values = self._cached(space, tokens)
         self.hit_tokens += len(values)
         stops = set(request.params.stop_token_ids) | (
-            set() if request.params.ignore_eos else set(request.eos_token_ids)
+            set() if request.params.ignore_eos else set(request.request.eos_token_ids)
         )
         output: list[int] = []
         reason = FinishReason.LENGTH
@@ -47,7 +48,7 @@ class ReferenceScheduler:
         return output, reason
 
     def match(self, request: Request) -> int:
-        space = (request.tenant, request.cache_salt, request.adapter)
+        space = request.namespace
         return len(self._cached(space, request.prompt.tolist()))
 
     def _cached(self, space: tuple[object, ...], tokens: list[int]) -> list[int]:

@@ -335,7 +335,7 @@ class RemotePrefill:
         job, size = waiting.job, scheduler.config.page_size
         probe = Request(job.id or waiting.id, job.prompt, tenant=job.tenant, cache_salt=job.cache_salt)
         reservation = None
-        is_worth_it = waiting.ended is None and self._num_missing(scheduler, probe) >= self._min_tokens
+        is_worth_it = waiting.ended is None and scheduler.num_missing_tokens(probe) >= self._min_tokens
         if is_worth_it and not self.is_closed and peer.begin(self.clock()):
             reservation = scheduler.reserve_received(waiting.id, probe)
             if reservation is None:
@@ -369,13 +369,6 @@ class RemotePrefill:
         )
         peer.send(message, after=(fence,))
         self._apply(outcomes)
-
-    @staticmethod
-    def _num_missing(scheduler: Scheduler, probe: Request) -> int:
-        """Prompt tokens that another engine could compute."""
-        memory = scheduler.memory
-        end = memory.num_cacheable_tokens(probe)
-        return end - memory.tree.match_held(probe.namespace, probe.prompt.tobytes(), end)
 
     def _settle(self, scheduler: Scheduler, waiting: _WaitingJob, settled: Settled) -> None:
         reservation, size = waiting.reservation, scheduler.config.page_size

@@ -44,8 +44,9 @@ from paceline.cluster.kv_protocol import (
     StartPrefill,
 )
 from paceline.engine.job import Job
-from paceline.request import FinishReason, PacelineError, Request, SamplingParams
+from paceline.request import FinishReason, PacelineError, SamplingParams
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.shared_pages import SharedPages
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class _Outgoing:
     start: StartPrefill
     job_id: str
     targets: Pages  # in the decode engine's memory, or in the staging buffer
-    request: Request | None = None
+    request: TrackedRequest | None = None
     num_sent: int = 0  # pages
     cached_tokens: int | None = None  # when it has finished
     end_reason: str | None = None  # why it is aborted, if it is
@@ -388,7 +389,7 @@ class PrefillServer:
             if one.request is not None and one.failure is None:
                 self._export(one, one.request)
 
-    def _export(self, one: _Outgoing, request: Request) -> None:
+    def _export(self, one: _Outgoing, request: TrackedRequest) -> None:
         memory, start = self._engine.scheduler.memory, one.start
         is_finished = one.cached_tokens is not None
         pages = memory.exported_pages(request)[start.first_page : start.first_page + start.num_pages]

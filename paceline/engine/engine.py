@@ -52,6 +52,7 @@ from paceline.request import (
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler.plan import NO_TOKENS
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.scheduler.wait_estimate import seconds_until_admitted
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
@@ -419,7 +420,7 @@ class Engine:
             draft_source=job.draft_source if self.scheduler.config.draft_tokens else NO_TOKENS,
         )
         active = ActiveRequest(
-            request,
+            TrackedRequest(request),
             sink,
             TextStream.of(self.tokenizer, params) if self._detokenize else None,
             is_streamed=job.stream or bool(params.stop),
@@ -554,7 +555,7 @@ class Engine:
             gc.collect(1)
 
     def _add(self, active: ActiveRequest) -> None:
-        request = active.request
+        request = active.request.request
         try:
             if request.id in self._compiling:
                 raise InvalidRequest(
@@ -565,18 +566,19 @@ class Engine:
                 active.compiling.add_done_callback(lambda _: self._compiled(active))
                 return
             compiled = None if active.compiling is None else active.compiling.result()
-            self.adapters.renew(request)
-            self.scheduler.add(request, self.clock())
+            if (adapter := self.adapters.renewed(request.adapter)) != request.adapter:
+                request = dataclasses.replace(request, adapter=adapter)
+            if not len(request.draft_source) and len(source := self._recent_outputs.find(request)):
+                request = dataclasses.replace(request, draft_source=source)
+            active.request = self.scheduler.add(request, self.clock())
         except PacelineError as error:
             if isinstance(error, Refused) and error.retry:
                 error.retry_after_s = self._retry_after()
             active.sink.refuse(error)
         else:
             self._outputs.add(active)
-            if not len(request.draft_source):
-                request.draft_source = self._recent_outputs.find(request)
             if compiled is not None:
-                self.grammars.attach(request, compiled)
+                self.grammars.attach(active.request, compiled)
 
     def forget_history(self, scheduler: Scheduler) -> bool:
         """As the scheduler's, with the stored outputs and the time worked. On the engine's thread. Returns False, and
@@ -594,7 +596,7 @@ class Engine:
         self._recent_outputs.clear()
         return scheduler.flush_cache()
 
-    def _on_finished(self, request: Request) -> None:
+    def _on_finished(self, request: TrackedRequest) -> None:
         self.grammars.detach(request)
         self._recent_outputs.add(request)
         if self.adapters.has_retired:

@@ -358,13 +358,14 @@ def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_hold(
     with Pair(tmp_path) as pair:
         add, finish, aborted = pair.prefill.scheduler.add, pair.prefill.finish, threading.Event()
 
-        def add_and_fail(request: Any, now: float) -> None:
-            add(request, now)
+        def add_and_fail(request: Any, now: float) -> Any:
+            added = add(request, now)
             monkeypatch.setattr(pair.prefill, "finish", lambda *_: None)
             for one in list(pair.server._transfers.values()):
                 pair.server._abort(one, "connection")
             monkeypatch.setattr(pair.prefill, "finish", finish)
             aborted.set()
+            return added
 
         monkeypatch.setattr(pair.prefill.scheduler, "add", add_and_fail)
         pair.submit(PROMPTS[0]).result()

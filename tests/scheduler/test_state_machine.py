@@ -23,11 +23,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from paceline.config import BATCHING, EVICTION, FULL_QUEUE, POLICIES, SchedulerConfig
 from paceline.engine.output import Conflict
 from paceline.engine.pausing import OPERATOR, PauseControl, PauseMode
-from paceline.request import FinishReason, Phase, Refused, Request, SamplingParams
+from paceline.request import FinishReason, Refused, Request, SamplingParams
 from paceline.scheduler import EventKind, PinError, Plan, Scheduler
 from paceline.scheduler.invariants import check
 from paceline.scheduler.journal import Counters
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 from paceline.testing import Harness
 from tests.helpers import EOS, CheckedEvents, RandomDepth, ReplayedEvents, seeds
 from tests.reference import ReferenceScheduler
@@ -123,7 +124,7 @@ class ForegroundFirst(Scheduler):
             assert self.num_stalled <= 1 + self.config.num_stages, "foreground requests wait for background ones"
         return plan
 
-    def _is_stalled(self, plan: Plan, waiting: list[Request]) -> bool:
+    def _is_stalled(self, plan: Plan, waiting: list[TrackedRequest]) -> bool:
         """Whether foreground requests get no prompt token although all would fit if there were no background ones."""
         memory, config = self.memory, self.config
         rows = [one for one in self.running.requests if not one.background]
@@ -134,7 +135,7 @@ class ForegroundFirst(Scheduler):
         if any(not one.background for one in self.requests_of(plan)[plan.num_decodes :]):
             return False
 
-        def full_pages(one: Request) -> int:
+        def full_pages(one: TrackedRequest) -> int:
             return memory.pages_for(len(one.prompt) + one.max_tokens + config.draft_tokens)
 
         num_pages = config.num_pages - config.pin_quota_pages - sum(map(full_pages, rows))
