@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+SAME_AS_TOKENS: Tokens = np.empty(0, np.int32)  # as the keys of a prompt, compared by identity
 Namespace = tuple[str, str, str]  # tenant, cache salt, adapter
 
 
@@ -373,9 +374,13 @@ class Request:
     num_prefilled: int = 0  # prompt tokens that another engine computed for it: they do not count as cached
     # Speculative decoding: tokens that the output may follow. It never changes the output.
     draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
+    # One per prompt token: what prefixes are compared by. Two prompts share KV as far as their keys are equal, so a
+    # placeholder token gets a key of what it stands for. For text it is the array of the tokens itself.
+    keys: Tokens = field(default_factory=lambda: SAME_AS_TOKENS)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_tokens(self.prompt))
+        object.__setattr__(self, "keys", keys_of(self.prompt, self.keys))
         if self.pooling is not None or self.params.max_tokens == 0:
             object.__setattr__(self, "prefill_only", True)
         if self.pooling is not None:
@@ -415,6 +420,18 @@ class Request:
         """Tokens that end the output."""
         ids = frozenset(self.params.stop_token_ids)
         return ids if self.params.ignore_eos else ids | frozenset(self.eos_token_ids)
+
+
+def keys_of(prompt: Tokens, keys: Sequence[int] | npt.NDArray[Any]) -> Tokens:
+    """The keys of a prompt, checked."""
+    if keys is SAME_AS_TOKENS or keys is prompt:
+        return prompt
+    checked = as_tokens(keys, "keys")
+    if len(checked) != len(prompt):
+        raise InvalidRequest(
+            f"keys has {len(checked)} integers for a prompt of {len(prompt)} tokens: give one for each token."
+        )
+    return checked
 
 
 def adapter_name(adapter: str) -> str:

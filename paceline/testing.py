@@ -4,7 +4,8 @@ The toy model behaves like the KV cache of a transformer. The KV of a position i
 its position and the sum of all KV before it, read through the page table; a token is sampled from that sum. A page
 that is freed too early, read by the wrong row, cached under wrong tokens or never computed therefore changes every
 later token, as in a real model, and a comparison with `reference_tokens` detects it. A pass can be made faulty, and
-tokens can be declared bad: their KV is NaN, and so is everything computed from it.
+tokens can be declared bad: their KV is NaN, and so is everything computed from it. Where the key of a prompt token is
+another number, the KV depends on both, as that of an image does on its placeholder and on what it shows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 from paceline.engine.executor import Executor, Result
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import VirtualClock
-from paceline.request import FinishReason, Request
+from paceline.request import FinishReason, Request, Tokens
 from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check
 from paceline.scheduler.tracked_request import TrackedRequest
@@ -46,6 +47,12 @@ def _kv(token: int, position: int, before: int) -> int:
     return _mix(before ^ _mix(token) ^ (position << 40))
 
 
+def content_of(prompt: Tokens, keys: Tokens) -> list[int]:
+    """What the KV of each prompt token depends on: for text the tokens."""
+    pairs = zip(prompt.tolist(), keys.tolist(), strict=True)
+    return [token if key == token else key << 32 | token for token, key in pairs]
+
+
 def _sample(total: int, vocab: int) -> int:
     return _NO_TOKEN if total == _NAN else _mix(total ^ 0x5EED) % vocab
 
@@ -61,7 +68,7 @@ def reference_tokens(request: TrackedRequest, vocab: int) -> tuple[list[int], Fi
     if not request.params.ignore_eos:
         stops |= set(request.request.eos_token_ids)
     total, position, output = _seed(request.namespace), 0, []
-    tokens = request.prompt.tolist()
+    tokens = content_of(request.prompt, request.keys)
     while True:
         for token in tokens:
             total = (total + _kv(token, position, total)) & _MASK
@@ -77,7 +84,7 @@ def reference_tokens(request: TrackedRequest, vocab: int) -> tuple[list[int], Fi
 def reference_kv(request: TrackedRequest | Request, num_tokens: int) -> np.ndarray:
     """The KV of the first tokens of a prompt."""
     total, found = _seed(request.namespace), []
-    for position, token in enumerate(request.prompt[:num_tokens].tolist()):
+    for position, token in enumerate(content_of(request.prompt, request.keys)[:num_tokens]):
         found.append(_kv(token, position, total))
         total = (total + found[-1]) & _MASK
     return np.array(found, np.uint64)
@@ -115,6 +122,7 @@ class ScriptedExecutor(Executor):
     bad_tokens: frozenset[int] = frozenset()
     plans: list[Plan] = field(default_factory=list)
     faulty_ids: set[str] = field(default_factory=set)  # requests for which a faulty pass computed NaN
+    contents: dict[str, list[int]] = field(default_factory=dict)  # of prompts with keys that are not their tokens
     _fault: Callable[[int], bool] | None = None
     _memory: np.ndarray = field(init=False)
     _host: np.ndarray = field(init=False)  # [host pages, positions]
@@ -252,6 +260,7 @@ class ScriptedExecutor(Executor):
     def _feed(self, slot: int, start: int, length: int, *, is_faulty: bool = False) -> int:
         """Writes the KV of `length` tokens from `start`, and returns the sum over the row so far."""
         row, size = self._rows.get(slot, {}), self.page_size
+        contents = self.contents.get(self._ids[slot], [])
         pages = np.array([row[index] for index in range(-(-(start + length) // size))], np.int64)
         places = (pages[:, None] * size + np.arange(size)).reshape(-1)[: start + length]
         read = self._memory[places[:start]]
@@ -262,6 +271,9 @@ class ScriptedExecutor(Executor):
         for position in range(start, start + length):
             token = self._tokens[slot][position]
             is_nan = total == _NAN or token in self.bad_tokens
+            if position < len(contents):
+                assert contents[position] & 0xFFFFFFFF == token, "an executor gets tokens, not keys"
+                token = contents[position]
             value = _NAN if is_nan else _kv(token, position, total)
             self._memory[places[position]] = value
             total = _NAN if is_nan else (total + value) & _MASK
@@ -304,6 +316,8 @@ class Harness:
     def add(self, request: Request) -> TrackedRequest:
         added = self.requests[request.id] = self.scheduler.add(request, self.clock())
         self.outputs[request.id] = []
+        if request.keys is not request.prompt:
+            self.executor.contents[request.id] = content_of(request.prompt, request.keys)
         return added
 
     def add_all(self, *requests: Request) -> list[TrackedRequest]:

@@ -300,6 +300,20 @@ MUTANTS = [
         "            return num_available > 0",
     ),
     Mutant(
+        "prefixes are compared by tokens and not by keys",
+        "scheduler/memory.py",
+        "return request.keys.tobytes() + request.output.tobytes()",
+        "return request.prompt.tobytes() + request.output.tobytes()",
+        ("tests/scheduler/test_keys.py", "tests/scheduler/test_state_machine.py"),
+    ),
+    Mutant(
+        "the router hashes tokens and not keys",
+        "engine/job.py",
+        "return self.prompt if self.keys is UNSET else self.keys",
+        "return self.prompt",
+        ("tests/server/test_replicas.py", "tests/engine/test_keys.py"),
+    ),
+    Mutant(
         "namespaces are shared",
         "scheduler/prefix_tree.py",
         "        for name in (tenant, (salt, adapter)):",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from paceline.request import FinishReason, Request
 from paceline.scheduler.tracked_request import TrackedRequest
-from paceline.testing import _MASK, _kv, _sample, _seed
+from paceline.testing import _MASK, _kv, _sample, _seed, content_of
 
 
 class ReferenceScheduler:
@@ -21,7 +21,7 @@ class ReferenceScheduler:
     def run(self, request: TrackedRequest) -> tuple[list[int], FinishReason]:
         """All tokens of one request, computed with the KV that earlier requests left in the dictionary."""
         space = request.namespace
-        tokens = request.prompt.tolist()
+        tokens = content_of(request.prompt, request.keys)
         values = self._cached(space, tokens)
         self.hit_tokens += len(values)
         stops = set(request.params.stop_token_ids) | (
@@ -49,7 +49,7 @@ class ReferenceScheduler:
 
     def match(self, request: Request) -> int:
         space = request.namespace
-        return len(self._cached(space, request.prompt.tolist()))
+        return len(self._cached(space, content_of(request.prompt, request.keys)))
 
     def _cached(self, space: tuple[object, ...], tokens: list[int]) -> list[int]:
         values: list[int] = []

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from paceline.cluster.breaker import CircuitBreaker
 from paceline.cluster.kv_connection import JOIN_S, KvConnection, Waitable, connect, greet
@@ -333,7 +334,9 @@ class RemotePrefill:
 
     def _reserve(self, scheduler: Scheduler, waiting: _WaitingJob, peer: _Peer) -> None:
         job, size = waiting.job, scheduler.config.page_size
-        probe = Request(job.id or waiting.id, job.prompt, tenant=job.tenant, cache_salt=job.cache_salt)
+        probe = Request(
+            job.id or waiting.id, job.prompt, tenant=job.tenant, cache_salt=job.cache_salt, keys=job.request_keys
+        )
         reservation = None
         is_worth_it = waiting.ended is None and scheduler.num_missing_tokens(probe) >= self._min_tokens
         if is_worth_it and not self.is_closed and peer.begin(self.clock()):
@@ -366,6 +369,7 @@ class RemotePrefill:
             priority=job.priority,
             timeout_s=limit_s,
             front_end=waiting.front_end,
+            keys=b"" if job.keys is UNSET else job.keys[: reservation.end_page * size].tobytes(),
         )
         peer.send(message, after=(fence,))
         self._apply(outcomes)

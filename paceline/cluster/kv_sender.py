@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from paceline.cluster.handshakes import LOG_INTERVAL_S, Handshakes, RejectionLog, group_of
 from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, set_options, welcome
@@ -294,6 +295,8 @@ class PrefillServer:
         is_whole = len(message.prompt) == 4 * size * (message.first_page + count)
         if count < 1 or message.first_page < 0 or not is_whole:
             raise KvProtocolError(f"{len(message.prompt) // 4} tokens for pages {message.first_page} and {count} more.")
+        if len(message.keys) not in (0, len(message.prompt)):
+            raise KvProtocolError(f"{len(message.keys) // 4} keys for {len(message.prompt) // 4} tokens.")
         if link.memory is not None and (
             len(targets) != count or targets.min() < 0 or targets.max() >= link.memory.num_pages
         ):
@@ -346,6 +349,7 @@ class PrefillServer:
             cache_salt=start.cache_salt,
             stream=False,
             is_exported=True,
+            keys=np.frombuffer(start.keys, np.int32) if start.keys else UNSET,
         )
 
     def cancel(self, link: _Link, id: str) -> None:

@@ -417,6 +417,7 @@ class Engine:
             bad_word_ids=self._bad_word_ids(params.bad_words),
             is_exported=job.is_exported,
             num_prefilled=job.num_prefilled,
+            keys=job.request_keys,
             draft_source=job.draft_source if self.scheduler.config.draft_tokens else NO_TOKENS,
         )
         active = ActiveRequest(

@@ -105,5 +105,5 @@ def _is_drafted(request: Request) -> bool:
 def _keys(request: Request) -> tuple[Key, Key]:
     """Of the whole prompt and of its last tokens."""
     _, salt, adapter = request.namespace
-    whole, tail = hash(request.prompt.tobytes()), hash(request.prompt[-_TAIL:].tobytes())
+    whole, tail = hash(request.keys.tobytes()), hash(request.keys[-_TAIL:].tobytes())
     return (salt, adapter, whole), (salt, adapter, tail)

@@ -25,6 +25,7 @@ from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.journal import Event, EventKind
+from paceline.scheduler.memory import prefix_key
 from paceline.scheduler.plan import Plan
 from paceline.scheduler.tracked_request import TrackedRequest
 
@@ -204,7 +205,7 @@ class Recorder:
     def _blocks(self, request: TrackedRequest) -> list[int]:
         # Each namespace has its own cache, so equal tokens in two namespaces are not an equal prefix.
         last = "\0".join(request.namespace).encode()
-        data = request.prompt.tobytes() + request.output.tobytes()
+        data = prefix_key(request)
         size = 4 * self._scheduler.config.page_size
         # Requests with a common prefix often finish one after the other. Their prefix is hashed once: hashing holds the
         # GIL, which the engine's thread waits for.

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
 from paceline.scheduler.journal import EventKind, Journal
-from paceline.scheduler.memory import Memory, token_key
+from paceline.scheduler.memory import Memory, prefix_key
 from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
@@ -147,7 +147,7 @@ class Admission:
         self.num_waiting += 1
         self._num_foreground_started += request.was_admitted and not request.background
         self.num_waiting_tokens += request.num_tokens
-        num_known = self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
+        num_known = self._memory.tree.enqueue(request, prefix_key(request), self._memory.num_cacheable_pages(request))
         if request.was_admitted and not self._by_priority:
             insort(self.retracted, request, key=lambda waiting: (waiting.background, waiting.seniority))
         else:

@@ -247,7 +247,7 @@ class HostTier:
         if one.is_void:
             self.pool.free(one.pages)
             return 0
-        namespace, key = one.request.namespace, one.request.prompt.tobytes()
+        namespace, key = one.request.namespace, one.request.keys.tobytes()
         above, _ = tree.insert_path(namespace, key, one.first_page)
         end, _ = tree.insert_path(namespace, key, one.end_page)
         count, node = 0, end

@@ -124,7 +124,7 @@ class Memory:
         """Gives `request` a slot whose row begins with the pages of its locked prefix."""
         node = self.locked_nodes[request]
         slot = self.slots.acquire(request)
-        request.key = token_key(request)
+        request.key = prefix_key(request)
         self.num_promised_pages += self.full_pages(request)
         self.slots.append_pages(slot, self.tree.path_pages(node))
         self.slots.computed[slot] = node.depth
@@ -236,7 +236,7 @@ class Memory:
         assert slot is not None, f"request {request.id} released its memory twice"
         before = self.num_available_pages
         if self._config.prefix_cache:
-            request.key = token_key(request)
+            request.key = prefix_key(request)
             self._insert_computed(request, num_valid // self.page_size * self.page_size, now)
         self.pool.free(self.slots.row(slot)[self.locked_nodes[request].depth // self.page_size :])
         if request.is_exported:
@@ -295,7 +295,7 @@ class Memory:
     def num_missing_tokens(self, request: TrackedRequest) -> int:
         """Tokens that may come from the tree or from host memory, and are in neither."""
         end = self.num_cacheable_tokens(request)
-        return end - self.tree.match_held(request.namespace, token_key(request), end)
+        return end - self.tree.match_held(request.namespace, prefix_key(request), end)
 
     def reserve(self, name: str, request: Request, step: int) -> Reservation | None:
         """Reserves host pages for what is not cached here of a prompt. None: there is nothing to send, or no space."""
@@ -320,7 +320,7 @@ class Memory:
         """Keeps the resident prefix of `probe.prompt` from eviction until `expires`. Returns its number of tokens."""
         if name in self.pins:
             raise PinError(f"a pin named {name!r} exists: unpin it first or choose another name.")
-        node, key = self.tree.namespace(probe.namespace), token_key(probe)
+        node, key = self.tree.namespace(probe.namespace), prefix_key(probe)
         end = len(probe.prompt) // self.page_size * self.page_size
         while (child := self.tree.match_child(node, key, end, step)) is not None:
             node = child
@@ -351,7 +351,7 @@ class Memory:
         """The first node that `request` has read, or computed, and from which no token was sampled yet."""
         locked = self.locked_nodes.get(request)  # none if it was released while its last token was in flight
         end = request.num_tokens if locked is None else locked.depth
-        node, key = self.tree.namespace(request.namespace), token_key(request)
+        node, key = self.tree.namespace(request.namespace), prefix_key(request)
         while (found := self.tree.find_child(node, key, end)) is not None:
             node, common = found
             if node.unproven and (node.resident or len(node.host_pages)):
@@ -412,6 +412,6 @@ class Memory:
         return count
 
 
-def token_key(request: TrackedRequest) -> bytes:
-    """Prompt and known output as the bytes that the tree compares."""
-    return request.prompt.tobytes() + request.output.tobytes()
+def prefix_key(request: TrackedRequest) -> bytes:
+    """The keys of prompt and known output as the bytes that the tree compares: four for each token."""
+    return request.keys.tobytes() + request.output.tobytes()

@@ -173,7 +173,7 @@ class Scheduler:
     def match(self, request: Request) -> int:
         """Number of tokens of this prompt that are cached now."""
         usable = self.memory.num_cacheable_tokens(TrackedRequest(request))
-        return min(usable, self.memory.tree.match(request.namespace, request.prompt.tobytes()))
+        return min(usable, self.memory.tree.match(request.namespace, request.keys.tobytes()))
 
     def expected_remaining(self, generated: Ints, max_remaining: Ints) -> Ints:
         """Expected further tokens of requests that have `generated` so far and can have up to `max_remaining` more."""

@@ -63,7 +63,7 @@ class TrackedRequest:
     num_accepted: int = 0  # of these, now in its output
     num_in_flight: int = 0  # after a retraction: tokens that passes in flight will still yield
     slot: int | None = None
-    key: bytes = b""  # running: the tokens it was admitted with, four bytes each, as the prefix tree compares them
+    key: bytes = b""  # running: keys of the tokens it was admitted with, as the prefix tree compares them
     exclusive_pages: int = 0  # pages of nodes that it alone has locked
     queued: bool = False  # waiting in the policy's queue
     skipped: bool = False  # not a candidate again in this step
@@ -73,6 +73,7 @@ class TrackedRequest:
     # Of `request`.
     id: str = field(init=False)
     prompt: Tokens = field(init=False)
+    keys: Tokens = field(init=False)  # of the prompt; those of the output are its tokens
     params: SamplingParams = field(init=False)
     tenant: str = field(init=False)
     priority: int = field(init=False)
@@ -89,6 +90,7 @@ class TrackedRequest:
         request = self.request
         self.id = request.id
         self.prompt = request.prompt
+        self.keys = request.keys
         self.params = request.params
         self.tenant = request.tenant
         self.priority = request.priority

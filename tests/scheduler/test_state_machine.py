@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -97,6 +98,11 @@ def make_request(draw: Any, number: int, now: float) -> Request:
     )
 
 
+def with_image(request: Request, image: int) -> Request:
+    """The token 2 stands for this image in its prompt."""
+    return replace(request, keys=np.where(request.prompt == 2, 100 + image, request.prompt))
+
+
 class ForegroundFirst(Scheduler):
     """Checks after every plan that background requests cost the others nothing but a place in the pass."""
 
@@ -149,7 +155,12 @@ class Run:
     """A harness that is compared with the reference at the end."""
 
     def __init__(
-        self, draw: Any, *, listen: Callable[[Scheduler], CheckedEvents] = ReplayedEvents, **more: Any
+        self,
+        draw: Any,
+        *,
+        listen: Callable[[Scheduler], CheckedEvents] = ReplayedEvents,
+        images: bool = False,
+        **more: Any,
     ) -> None:
         chosen = options(draw) | more
         if chosen["draft_tokens"]:
@@ -160,6 +171,7 @@ class Run:
             scheduler.draft_depth = RandomDepth(config.draft_tokens, draw)
         vocab = draw([1, 8, 64]) if config.adaptive_drafts else draw([8, 64])
         self.harness = Harness(scheduler, overlap=draw([False, True]), lazy=draw([False, True]), vocab=vocab)
+        self.images = images  # some prompts have keys that are not their tokens
         self.kv_events = listen(scheduler)
         self.pauses = PauseControl(scheduler, self.harness.clock)
         self.most_in_flight = 0
@@ -168,8 +180,11 @@ class Run:
 
     def add(self, draw: Any) -> None:
         number = len(self.harness.requests)
+        one = make_request(draw, number, self.harness.clock())
+        if self.images and number % 4:
+            one = with_image(one, number % 4)
         try:
-            self.harness.add(make_request(draw, number, self.harness.clock()))
+            self.harness.add(one)
         except Refused:
             return
 
@@ -255,7 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(seed=st.randoms(use_true_random=False))
     def start(self, seed: random.Random) -> None:
         self.draw = lambda choices: seed.choice(list(choices))
-        self.run = Run(self.draw)
+        self.run = Run(self.draw, images=self.draw([False, True]))
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
@@ -341,8 +356,9 @@ def random_run(
     return run
 
 
-def everything(seed: int) -> Run:
-    return random_run(seed, max_requests=200, steps=300, faults=seed % 4 * 0.01, pauses=seed % 3 * 0.02)
+def everything(seed: int, *, images: bool = False) -> Run:
+    faults, pauses = seed % 4 * 0.01, seed % 3 * 0.02
+    return random_run(seed, max_requests=200, steps=300, faults=faults, pauses=pauses, images=images)
 
 
 @cache
@@ -366,6 +382,16 @@ def test_random_runs_reach_the_rare_paths() -> None:
     assert all(count > 10 for count in totals.values()), totals
 
 
+@seeds(20, 400, first=500)
+@pytest.mark.parametrize("options", [{}, {"num_host_pages": 30, "prefix_cache": True}], ids=["device", "host"])
+def test_random_runs_of_prompts_with_images(options: dict[str, Any], seeds: range) -> None:
+    """Equal tokens with other keys have other KV in the toy model: sharing them would change the output."""
+    hits = sum(
+        random_run(seed, faults=0.01, images=True, **options).harness.scheduler.counters.hit_tokens for seed in seeds
+    )
+    assert hits > 100
+
+
 @pytest.mark.parametrize("seed", [2000459, 8000015, 9000171])
 def test_runs_that_once_failed(seed: int) -> None:
     """A prompt that lacked a page, a pause that did not come to rest, and shared pages that one request held."""
@@ -378,7 +404,7 @@ def test_a_million_random_steps_break_no_invariant() -> None:
     """Adapters, background tenants, pauses, faulty passes, drafts and pipelines are drawn together."""
     steps, seed = 0, 1_000_000
     while steps < 1_000_000:
-        steps += everything(seed).harness.scheduler.counters.steps
+        steps += everything(seed, images=seed % 2 > 0).harness.scheduler.counters.steps
         seed += 1
 
 
