@@ -314,6 +314,13 @@ MUTANTS = [
         ("tests/server/test_replicas.py", "tests/engine/test_keys.py"),
     ),
     Mutant(
+        "tokens are rotated by where they are cached",
+        "kernels/rope_kv.py",
+        "cos_sin + tl.load(rope_positions + token).to(tl.int64) * D",
+        "cos_sin + position.to(tl.int64) * D",
+        ("tests/kernels/test_elementwise.py",),
+    ),
+    Mutant(
         "namespaces are shared",
         "scheduler/prefix_tree.py",
         "        for name in (tenant, (salt, adapter)):",

@@ -219,8 +219,9 @@ def test_extend_at_size(window: int) -> None:
     qkv, table, norm = randn(sum(lengths), 4096), rope_table(4400, 128, 1e6, "cuda"), randn(128).abs()
     q = poisoned(sum(lengths), 16, 128, dtype=BF16, device="cuda")
     k, v = cache.k.clone(), cache.v.clone()
-    expected_q = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, table, norm, norm, EPS)
-    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, norm, norm, EPS)
+    turns = positions.flip(0).contiguous()
+    expected_q = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, turns, table, norm, norm, EPS)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, turns, table, norm, norm, EPS)
     assert relative_error(q, expected_q) < 1e-3
     assert relative_error(cache.k, k) < 1e-3
     tuning = ExtendTuning()
