@@ -25,6 +25,7 @@ from paceline.bench.workloads import structured
 from paceline.request import Request
 from paceline.sampling import grammar
 from paceline.scheduler.plan import Updates
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.synthetic import synthetic_tokenizer
 
 ROWS, VOCAB, STEPS, PAUSE_S = 64, 151_936, 100, 0.0015
@@ -51,7 +52,8 @@ def measure(num_threads: int, pause_s: float, concurrent: bool) -> dict[str, Any
     tokenizer, rng = synthetic_tokenizer(VOCAB), np.random.default_rng(0)
     grammars = grammar.Grammars(tokenizer, VOCAB)
     requests = [
-        Request(str(row), np.arange(3, 9), params) for row, params in enumerate(structured(ROWS, 256, 7).params)
+        TrackedRequest(Request(str(row), np.arange(3, 9), params))
+        for row, params in enumerate(structured(ROWS, 256, 7).params)
     ]
     for request in requests:
         assert request.params.grammar is not None, "every request has a grammar"

@@ -111,7 +111,18 @@ def cases() -> tuple[dict[str, Callable[[], None]], list[torch.Tensor]]:
         "rms_norm": lambda: rms_norm(x, weight, EPS, normed, residual=residual),
         "silu_mul": lambda: silu_mul(gate_up, out),
         "rope_kv": lambda: rope_kv(
-            qkv[ROWS:], q[ROWS:], k_cache, v_cache, table, slots[ROWS:], positions[ROWS:], cos_sin, norm, norm, EPS
+            qkv[ROWS:],
+            q[ROWS:],
+            k_cache,
+            v_cache,
+            table,
+            slots[ROWS:],
+            positions[ROWS:],
+            positions[ROWS:],
+            cos_sin,
+            norm,
+            norm,
+            EPS,
         ),
         "decode_attention": lambda: decode_attention(
             qkv[:ROWS],

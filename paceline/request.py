@@ -1,8 +1,4 @@
-"""Request and SamplingParams: what a caller asks for, and the state of the request in the scheduler.
-
-The phase changes only through `Request.enter`, so an illegal transition fails where it happens and not three passes
-later.
-"""
+"""Request and SamplingParams: what a caller asks for. What the scheduler knows of a request is a `TrackedRequest`."""
 
 from __future__ import annotations
 
@@ -10,16 +6,17 @@ import difflib
 import json
 import math
 import struct
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
+SAME_AS_TOKENS: Tokens = np.empty(0, np.int32)  # as the keys of a prompt, compared by identity
+Namespace = tuple[str, str, str]  # tenant, cache salt, adapter
 
 
 GRAMMAR_LIMIT = "the grammar exceeded its cost limit"  # how the error of an output begins that ended for this reason
@@ -67,26 +64,6 @@ class FinishReason(StrEnum):
     RUNNING_TIMEOUT = "running_timeout"  # it did not end in time after its admission
     DISPLACED = "displaced"  # from a full queue, by a request of higher priority
     ERROR = "error"
-
-
-class Phase(Enum):
-    WAITING = "waiting"
-    PREFILL = "prefill"
-    DECODING = "decoding"
-    FINISHED = "finished"
-
-
-class IllegalTransition(AssertionError):
-    """A phase change that is not allowed: always a bug in Paceline."""
-
-
-# PREFILL may finish directly: max_tokens is 1, or prefill_only. Only retraction leads back to WAITING.
-_NEXT: dict[Phase, frozenset[Phase]] = {
-    Phase.WAITING: frozenset({Phase.PREFILL, Phase.FINISHED}),
-    Phase.PREFILL: frozenset({Phase.DECODING, Phase.WAITING, Phase.FINISHED}),
-    Phase.DECODING: frozenset({Phase.WAITING, Phase.FINISHED}),
-    Phase.FINISHED: frozenset(),
-}
 
 
 # Bounds of sampling parameters. `SamplingParams` checks them; the OpenAPI document states them.
@@ -372,9 +349,10 @@ def check_pooling(pooling: object) -> None:
         raise InvalidRequest(f"pooling is {short(pooling)}: choose one of {', '.join(POOLING)}.")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One prompt, its parameters and its state. Compared by identity."""
+    """One prompt and what is asked of it. Compared by identity. The scheduler keeps its state elsewhere
+    (`TrackedRequest`), so the same request, or a copy with another id, can be added again."""
 
     id: str
     prompt: npt.NDArray[Any]  # token ids; int32 after __post_init__
@@ -396,49 +374,21 @@ class Request:
     num_prefilled: int = 0  # prompt tokens that another engine computed for it: they do not count as cached
     # Speculative decoding: tokens that the output may follow. It never changes the output.
     draft_source: Tokens = field(default_factory=lambda: np.empty(0, np.int32))
-
-    # Scheduler state. Only the scheduler writes below this line.
-    phase: Phase = Phase.WAITING
-    finish_reason: FinishReason | None = None
-    # Packed: the integers of a list are scattered in memory, and inserting 272 of them into the prefix tree is slow.
-    output: array[int] = field(default_factory=lambda: array("i"))
-    max_tokens: int = 0  # params.max_tokens, or what context and memory allow
-    stop_ids: frozenset[int] = frozenset()
-    background: bool = False  # of a background tenant: admitted only while no other tenant's request waits
-    number: int = 0  # arrival number; breaks ties and is kept across retractions
-    predicted_s: float = 0.0  # device time that it is expected to take (service_time.py)
-    served_s: float = 0.0  # device time of its prefill since it was admitted
-    decoding_from: float = 0.0  # the decode clock when its prefill ended
-    arrival: float = 0.0
-    first_admitted: float | None = None
-    seniority: int = 0  # order of first admission; kept across retractions
-    first_token: float | None = None
-    finished: float | None = None
-    retractions: int = 0
-    recomputations: int = 0  # times it was requeued because KV that it had read may contain NaN
-    overtaken: int = 0  # requests admitted before it while it did not fit
-    num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    num_fetched: int = 0  # of these, fetched from host memory
-    num_drafted: int = 0  # drafts verified for it (speculative decoding)
-    num_accepted: int = 0  # of these, now in its output
-    num_in_flight: int = 0  # after a retraction: tokens that passes in flight will still yield
-    slot: int | None = None
-    key: bytes = b""  # running: the tokens it was admitted with, four bytes each, as the prefix tree compares them
-    exclusive_pages: int = 0  # pages of nodes that it alone has locked
-    queued: bool = False  # waiting in the policy's queue
-    skipped: bool = False  # not a candidate again in this step
-    wait_reason: str = "its turn"
-    num_missing_pages: int = 0  # when it was last a candidate
+    # One per prompt token: what prefixes are compared by. Two prompts share KV as far as their keys are equal, so a
+    # placeholder token gets a key of what it stands for. For text it is the array of the tokens itself.
+    keys: Tokens = field(default_factory=lambda: SAME_AS_TOKENS)
 
     def __post_init__(self) -> None:
-        self.prompt = as_tokens(self.prompt)
-        self.prefill_only = self.prefill_only or self.pooling is not None or self.params.max_tokens == 0
+        object.__setattr__(self, "prompt", as_tokens(self.prompt))
+        object.__setattr__(self, "keys", keys_of(self.prompt, self.keys))
+        if self.pooling is not None or self.params.max_tokens == 0:
+            object.__setattr__(self, "prefill_only", True)
         if self.pooling is not None:
             check_pooling(self.pooling)
         if self.params.prompt_logprobs is not None:
-            self.compute_from = self._first_for_logprobs()
+            object.__setattr__(self, "compute_from", self._first_for_logprobs())
         if self.pooling == "mean":  # cached tokens have no hidden states, so every position is computed
-            self.compute_from = 0
+            object.__setattr__(self, "compute_from", 0)
         if len(self.prompt) == 0:
             raise InvalidRequest(f"request {self.id}: the prompt is empty: give at least one token.")
         if self.expected_tokens is not None and self.expected_tokens < 1:
@@ -461,39 +411,27 @@ class Request:
         return max(start - 1, 0)
 
     @property
-    def clipped_max_tokens(self) -> int | None:
-        """max_tokens, if the scheduler lowered it to what fits (`clip_max_tokens`)."""
-        given = self.params.max_tokens
-        return self.max_tokens if given is not None and 0 < self.max_tokens < given else None
-
-    @property
-    def namespace(self) -> tuple[str, str, str]:
+    def namespace(self) -> Namespace:
         """Requests share cached prefixes only within one namespace."""
         return (self.tenant, self.cache_salt, self.adapter)
 
     @property
-    def num_tokens(self) -> int:
-        """Prompt and known output."""
-        return len(self.prompt) + len(self.output)
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end the output."""
+        ids = frozenset(self.params.stop_token_ids)
+        return ids if self.params.ignore_eos else ids | frozenset(self.eos_token_ids)
 
-    @property
-    def was_admitted(self) -> bool:
-        """It runs or has run; if it waits, then again, after a retraction."""
-        return self.first_admitted is not None
 
-    @property
-    def is_finished(self) -> bool:
-        return self.phase is Phase.FINISHED
-
-    @property
-    def ends_by_length(self) -> bool:
-        """Only max_tokens can end it, so its output length is known in advance."""
-        return not self.stop_ids
-
-    def enter(self, phase: Phase) -> None:
-        if phase not in _NEXT[self.phase]:
-            raise IllegalTransition(f"request {self.id} cannot go from {self.phase.value} to {phase.value}.")
-        self.phase = phase
+def keys_of(prompt: Tokens, keys: Sequence[int] | npt.NDArray[Any]) -> Tokens:
+    """The keys of a prompt, checked."""
+    if keys is SAME_AS_TOKENS or keys is prompt:
+        return prompt
+    checked = as_tokens(keys, "keys")
+    if len(checked) != len(prompt):
+        raise InvalidRequest(
+            f"keys has {len(checked)} integers for a prompt of {len(prompt)} tokens: give one for each token."
+        )
+    return checked
 
 
 def adapter_name(adapter: str) -> str:

@@ -4,7 +4,8 @@ The toy model behaves like the KV cache of a transformer. The KV of a position i
 its position and the sum of all KV before it, read through the page table; a token is sampled from that sum. A page
 that is freed too early, read by the wrong row, cached under wrong tokens or never computed therefore changes every
 later token, as in a real model, and a comparison with `reference_tokens` detects it. A pass can be made faulty, and
-tokens can be declared bad: their KV is NaN, and so is everything computed from it.
+tokens can be declared bad: their KV is NaN, and so is everything computed from it. Where the key of a prompt token is
+another number, the KV depends on both, as that of an image does on its placeholder and on what it shows.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 from paceline.engine.executor import Executor, Result
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import VirtualClock
-from paceline.request import FinishReason, Request
+from paceline.request import FinishReason, Request, Tokens
 from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _MASK = (1 << 64) - 1
 _NAN = _MASK  # as KV, and as a sum of KV
@@ -45,11 +47,17 @@ def _kv(token: int, position: int, before: int) -> int:
     return _mix(before ^ _mix(token) ^ (position << 40))
 
 
+def content_of(prompt: Tokens, keys: Tokens) -> list[int]:
+    """What the KV of each prompt token depends on: for text the tokens."""
+    pairs = zip(prompt.tolist(), keys.tolist(), strict=True)
+    return [token if key == token else key << 32 | token for token, key in pairs]
+
+
 def _sample(total: int, vocab: int) -> int:
     return _NO_TOKEN if total == _NAN else _mix(total ^ 0x5EED) % vocab
 
 
-def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishReason]:
+def reference_tokens(request: TrackedRequest, vocab: int) -> tuple[list[int], FinishReason]:
     """The expected output of `request`: the toy model alone, without pages, cache or scheduler.
 
     `request.max_tokens` must be set, as it is after `Scheduler.add`.
@@ -58,9 +66,9 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
         return [], FinishReason.LENGTH
     stops = set(request.params.stop_token_ids)
     if not request.params.ignore_eos:
-        stops |= set(request.eos_token_ids)
+        stops |= set(request.request.eos_token_ids)
     total, position, output = _seed(request.namespace), 0, []
-    tokens = request.prompt.tolist()
+    tokens = content_of(request.prompt, request.keys)
     while True:
         for token in tokens:
             total = (total + _kv(token, position, total)) & _MASK
@@ -73,10 +81,10 @@ def reference_tokens(request: Request, vocab: int) -> tuple[list[int], FinishRea
         tokens = output[-1:]
 
 
-def reference_kv(request: Request, num_tokens: int) -> np.ndarray:
+def reference_kv(request: TrackedRequest | Request, num_tokens: int) -> np.ndarray:
     """The KV of the first tokens of a prompt."""
     total, found = _seed(request.namespace), []
-    for position, token in enumerate(request.prompt[:num_tokens].tolist()):
+    for position, token in enumerate(content_of(request.prompt, request.keys)[:num_tokens]):
         found.append(_kv(token, position, total))
         total = (total + found[-1]) & _MASK
     return np.array(found, np.uint64)
@@ -114,6 +122,7 @@ class ScriptedExecutor(Executor):
     bad_tokens: frozenset[int] = frozenset()
     plans: list[Plan] = field(default_factory=list)
     faulty_ids: set[str] = field(default_factory=set)  # requests for which a faulty pass computed NaN
+    contents: dict[str, list[int]] = field(default_factory=dict)  # of prompts with keys that are not their tokens
     _fault: Callable[[int], bool] | None = None
     _memory: np.ndarray = field(init=False)
     _host: np.ndarray = field(init=False)  # [host pages, positions]
@@ -251,6 +260,7 @@ class ScriptedExecutor(Executor):
     def _feed(self, slot: int, start: int, length: int, *, is_faulty: bool = False) -> int:
         """Writes the KV of `length` tokens from `start`, and returns the sum over the row so far."""
         row, size = self._rows.get(slot, {}), self.page_size
+        contents = self.contents.get(self._ids[slot], [])
         pages = np.array([row[index] for index in range(-(-(start + length) // size))], np.int64)
         places = (pages[:, None] * size + np.arange(size)).reshape(-1)[: start + length]
         read = self._memory[places[:start]]
@@ -261,6 +271,9 @@ class ScriptedExecutor(Executor):
         for position in range(start, start + length):
             token = self._tokens[slot][position]
             is_nan = total == _NAN or token in self.bad_tokens
+            if position < len(contents):
+                assert contents[position] & 0xFFFFFFFF == token, "an executor gets tokens, not keys"
+                token = contents[position]
             value = _NAN if is_nan else _kv(token, position, total)
             self._memory[places[position]] = value
             total = _NAN if is_nan else (total + value) & _MASK
@@ -296,15 +309,19 @@ class Harness:
         self.loop = Loop(scheduler, self.executor, self.clock, overlap=overlap)
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
-        self.requests: dict[str, Request] = {}
+        self.requests: dict[str, TrackedRequest] = {}
         self.on_step: Callable[[Updates], None] | None = None
         self._check = check if checked else None
 
-    def add(self, *requests: Request) -> None:
-        for request in requests:
-            self.scheduler.add(request, self.clock())
-            self.requests[request.id] = request
-            self.outputs[request.id] = []
+    def add(self, request: Request) -> TrackedRequest:
+        added = self.requests[request.id] = self.scheduler.add(request, self.clock())
+        self.outputs[request.id] = []
+        if request.keys is not request.prompt:
+            self.executor.contents[request.id] = content_of(request.prompt, request.keys)
+        return added
+
+    def add_all(self, *requests: Request) -> list[TrackedRequest]:
+        return [self.add(request) for request in requests]
 
     def step(self, *, launch: bool = True) -> Updates | None:
         output = self.loop.step(launch=launch)

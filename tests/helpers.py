@@ -23,6 +23,7 @@ from paceline.scheduler import EventKind, Scheduler
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.kv_events import Medium
 from paceline.scheduler.node import Node
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.testing import Harness
 
 EOS = 0
@@ -73,7 +74,7 @@ class RandomDepth(DraftDepth):
         super().__init__(max_drafts)
         self._choice = choice or random.Random(0).choice
 
-    def choose(self, requests: Sequence[Request]) -> int:
+    def choose(self, requests: Sequence[TrackedRequest]) -> int:
         super().choose(requests)
         return self._choice([0, 0, *self._depths])
 
@@ -157,6 +158,11 @@ def request(tokens: Any = (1, 2, 3), max_tokens: int | None = 4, *, id: str = ""
     return Request(id or f"request-{next(_numbers)}", np.array(tokens), params, **fields)
 
 
+def tracked(tokens: Any = (1, 2, 3), max_tokens: int | None = 4, **fields: Any) -> TrackedRequest:
+    """What a scheduler makes of a request, for tests of its parts."""
+    return TrackedRequest(request(tokens, max_tokens, **fields))
+
+
 def scheduler(**options: Any) -> Scheduler:
     settings: dict[str, Any] = {"num_pages": 64, "page_size": 4, "max_running": 8, "max_batch_tokens": 256}
     return Scheduler(SchedulerConfig(**settings | options))
@@ -166,7 +172,7 @@ def harness(*, overlap: bool = False, lazy: bool = False, vocab: int = 64, **opt
     return Harness(scheduler(**options), overlap=overlap, lazy=lazy, vocab=vocab)
 
 
-def slots_of(*requests: Request) -> np.ndarray:
+def slots_of(*requests: TrackedRequest) -> np.ndarray:
     return np.array([one.slot for one in requests], np.int32)
 
 

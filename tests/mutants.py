@@ -300,10 +300,31 @@ MUTANTS = [
         "            return num_available > 0",
     ),
     Mutant(
+        "prefixes are compared by tokens and not by keys",
+        "scheduler/memory.py",
+        "return request.keys.tobytes() + request.output.tobytes()",
+        "return request.prompt.tobytes() + request.output.tobytes()",
+        ("tests/scheduler/test_keys.py", "tests/scheduler/test_state_machine.py"),
+    ),
+    Mutant(
+        "the router hashes tokens and not keys",
+        "engine/job.py",
+        "return self.prompt if self.keys is UNSET else self.keys",
+        "return self.prompt",
+        ("tests/server/test_replicas.py", "tests/engine/test_keys.py"),
+    ),
+    Mutant(
+        "tokens are rotated by where they are cached",
+        "kernels/rope_kv.py",
+        "cos_sin + tl.load(rope_positions + token).to(tl.int64) * D",
+        "cos_sin + position.to(tl.int64) * D",
+        ("tests/kernels/test_elementwise.py",),
+    ),
+    Mutant(
         "namespaces are shared",
         "scheduler/prefix_tree.py",
-        "        for name in (request.tenant, (request.cache_salt, request.adapter)):",
-        '        for name in (request.tenant, ("", "")):',
+        "        for name in (tenant, (salt, adapter)):",
+        '        for name in (tenant, ("", "")):',
     ),
     Mutant(
         "a shared prefix is charged to every sharer",
@@ -344,7 +365,7 @@ MUTANTS = [
     ),
     Mutant(
         "any phase may follow any other",
-        "request.py",
+        "scheduler/tracked_request.py",
         "        if phase not in _NEXT[self.phase]:",
         "        if False:",
     ),

@@ -7,7 +7,8 @@ real scheduler must equal these.
 from __future__ import annotations
 
 from paceline.request import FinishReason, Request
-from paceline.testing import _MASK, _kv, _sample, _seed
+from paceline.scheduler.tracked_request import TrackedRequest
+from paceline.testing import _MASK, _kv, _sample, _seed, content_of
 
 
 class ReferenceScheduler:
@@ -17,14 +18,14 @@ class ReferenceScheduler:
         self.cache: dict[tuple[object, ...], list[int]] = {}
         self.hit_tokens = 0
 
-    def run(self, request: Request) -> tuple[list[int], FinishReason]:
+    def run(self, request: TrackedRequest) -> tuple[list[int], FinishReason]:
         """All tokens of one request, computed with the KV that earlier requests left in the dictionary."""
-        space = (request.tenant, request.cache_salt, request.adapter)
-        tokens = request.prompt.tolist()
+        space = request.namespace
+        tokens = content_of(request.prompt, request.keys)
         values = self._cached(space, tokens)
         self.hit_tokens += len(values)
         stops = set(request.params.stop_token_ids) | (
-            set() if request.params.ignore_eos else set(request.eos_token_ids)
+            set() if request.params.ignore_eos else set(request.request.eos_token_ids)
         )
         output: list[int] = []
         reason = FinishReason.LENGTH
@@ -47,8 +48,8 @@ class ReferenceScheduler:
         return output, reason
 
     def match(self, request: Request) -> int:
-        space = (request.tenant, request.cache_salt, request.adapter)
-        return len(self._cached(space, request.prompt.tolist()))
+        space = request.namespace
+        return len(self._cached(space, content_of(request.prompt, request.keys)))
 
     def _cached(self, space: tuple[object, ...], tokens: list[int]) -> list[int]:
         values: list[int] = []

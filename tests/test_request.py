@@ -5,7 +5,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.request import Grammar, IllegalTransition, InvalidRequest, Phase, Request, SamplingParams, as_tokens
+from paceline.request import Grammar, InvalidRequest, Request, SamplingParams, as_tokens
+from paceline.scheduler.tracked_request import IllegalTransition, Phase, TrackedRequest
 
 LEGAL = {
     (Phase.WAITING, Phase.PREFILL),
@@ -20,7 +21,7 @@ LEGAL = {
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(Phase, Phase)))
 def test_only_legal_transitions_are_possible(before: Phase, after: Phase) -> None:
-    request = Request("r", np.array([1]), phase=before)
+    request = TrackedRequest(Request("r", np.array([1])), phase=before)
     if (before, after) in LEGAL:
         request.enter(after)
         assert request.phase is after

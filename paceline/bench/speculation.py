@@ -18,9 +18,10 @@ from paceline.bench.runner import BenchRunner
 from paceline.config import ConfigError
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.llm import LLM
-from paceline.request import Request, SamplingParams
+from paceline.request import SamplingParams
 from paceline.scheduler.draft_depth import MAX_ROWS, DraftDepth
 from paceline.scheduler.plan import DRAFT_DEPTHS
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _OUTPUT_TOKENS = 192
 _MAX_QUESTIONS = 4  # of each category
@@ -58,7 +59,7 @@ class _FixedDepth(DraftDepth):
         super().__init__(max(DRAFT_DEPTHS))
         self.depth = depth
 
-    def choose(self, requests: Sequence[Request]) -> int:
+    def choose(self, requests: Sequence[TrackedRequest]) -> int:
         return self.depth
 
 

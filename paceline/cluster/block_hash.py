@@ -1,8 +1,8 @@
 """Hashes of prompt prefixes, page by page: what engines and the router call a cached page.
 
-The hash of page i is that of its parent plus a mix of its own tokens and i, modulo 2^64. So all pages of a prompt are
-hashed by a few array operations, and the hash of a page says all tokens before it too. Two pages with equal hashes
-mislead the router, never an engine: a prefix tree compares tokens.
+The hash of page i is that of its parent plus a mix of its own keys and i, modulo 2^64. So all pages of a prompt are
+hashed by a few array operations, and the hash of a page says all keys before it too. The keys of text are its tokens.
+Two pages with equal hashes mislead the router, never an engine: a prefix tree compares keys.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def root_hash(namespace: tuple[str, ...]) -> int:
     return int.from_bytes(digest, "little")
 
 
-def block_hashes(tokens: Tokens, page_size: int, parent: int, num_before: int = 0) -> Hashes:
-    """The hash of every whole page of `tokens`, which follow `num_before` pages, the last of which is `parent`."""
-    count = len(tokens) // page_size
+def block_hashes(keys: Tokens, page_size: int, parent: int, num_before: int = 0) -> Hashes:
+    """The hash of every whole page of `keys`, which follow `num_before` pages, the last of which is `parent`."""
+    count = len(keys) // page_size
     constants = _constants(page_size)
-    pages = tokens[: count * page_size].reshape(count, page_size).astype(np.uint64)
+    pages = keys[: count * page_size].reshape(count, page_size).astype(np.uint64)
     hashes: Hashes = pages @ constants.multipliers
     hashes += constants.token_sum
     end = num_before + count

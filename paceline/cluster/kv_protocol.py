@@ -33,7 +33,7 @@ from paceline.shared_pages import LAYOUT_VERSION
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine
 
-MAX_HEADER_BYTES = 8 << 20  # a prompt of two million tokens
+MAX_HEADER_BYTES = 8 << 20  # a prompt of two million tokens, or half as many with keys
 MAX_HANDSHAKE_BYTES = 64 << 10  # of a peer that has not proved yet that it knows the token
 MAX_PAYLOAD_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
@@ -121,7 +121,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class StartPrefill(msgspec.Struct, frozen=True, tag=True):
+class StartPrefill(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """Compute a prompt and send pages `first_page` .. `first_page + num_pages` of it."""
 
     id: str
@@ -135,6 +135,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     timeout_s: float | None = None
     front_end: str = ""  # whose request it is
+    keys: bytes = b""  # int32, one for each token of the prompt; empty: the tokens are the keys
 
 
 class CancelPrefill(msgspec.Struct, frozen=True, tag=True):

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from paceline.cluster.breaker import CircuitBreaker
 from paceline.cluster.kv_connection import JOIN_S, KvConnection, Waitable, connect, greet
@@ -333,9 +334,11 @@ class RemotePrefill:
 
     def _reserve(self, scheduler: Scheduler, waiting: _WaitingJob, peer: _Peer) -> None:
         job, size = waiting.job, scheduler.config.page_size
-        probe = Request(job.id or waiting.id, job.prompt, tenant=job.tenant, cache_salt=job.cache_salt)
+        probe = Request(
+            job.id or waiting.id, job.prompt, tenant=job.tenant, cache_salt=job.cache_salt, keys=job.request_keys
+        )
         reservation = None
-        is_worth_it = waiting.ended is None and self._num_missing(scheduler, probe) >= self._min_tokens
+        is_worth_it = waiting.ended is None and scheduler.num_missing_tokens(probe) >= self._min_tokens
         if is_worth_it and not self.is_closed and peer.begin(self.clock()):
             reservation = scheduler.reserve_received(waiting.id, probe)
             if reservation is None:
@@ -366,16 +369,10 @@ class RemotePrefill:
             priority=job.priority,
             timeout_s=limit_s,
             front_end=waiting.front_end,
+            keys=b"" if job.keys is UNSET else job.keys[: reservation.end_page * size].tobytes(),
         )
         peer.send(message, after=(fence,))
         self._apply(outcomes)
-
-    @staticmethod
-    def _num_missing(scheduler: Scheduler, probe: Request) -> int:
-        """Prompt tokens that another engine could compute."""
-        memory = scheduler.memory
-        end = memory.num_cacheable_tokens(probe)
-        return end - memory.tree.match_held(probe.namespace, probe.prompt.tobytes(), end)
 
     def _settle(self, scheduler: Scheduler, waiting: _WaitingJob, settled: Settled) -> None:
         reservation, size = waiting.reservation, scheduler.config.page_size

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
 from paceline.cluster.handshakes import LOG_INTERVAL_S, Handshakes, RejectionLog, group_of
 from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, set_options, welcome
@@ -44,8 +45,9 @@ from paceline.cluster.kv_protocol import (
     StartPrefill,
 )
 from paceline.engine.job import Job
-from paceline.request import FinishReason, PacelineError, Request, SamplingParams
+from paceline.request import FinishReason, PacelineError, SamplingParams
 from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.shared_pages import SharedPages
 
 if TYPE_CHECKING:
@@ -68,7 +70,7 @@ class _Outgoing:
     start: StartPrefill
     job_id: str
     targets: Pages  # in the decode engine's memory, or in the staging buffer
-    request: Request | None = None
+    request: TrackedRequest | None = None
     num_sent: int = 0  # pages
     cached_tokens: int | None = None  # when it has finished
     end_reason: str | None = None  # why it is aborted, if it is
@@ -293,6 +295,8 @@ class PrefillServer:
         is_whole = len(message.prompt) == 4 * size * (message.first_page + count)
         if count < 1 or message.first_page < 0 or not is_whole:
             raise KvProtocolError(f"{len(message.prompt) // 4} tokens for pages {message.first_page} and {count} more.")
+        if len(message.keys) not in (0, len(message.prompt)):
+            raise KvProtocolError(f"{len(message.keys) // 4} keys for {len(message.prompt) // 4} tokens.")
         if link.memory is not None and (
             len(targets) != count or targets.min() < 0 or targets.max() >= link.memory.num_pages
         ):
@@ -345,6 +349,7 @@ class PrefillServer:
             cache_salt=start.cache_salt,
             stream=False,
             is_exported=True,
+            keys=np.frombuffer(start.keys, np.int32) if start.keys else UNSET,
         )
 
     def cancel(self, link: _Link, id: str) -> None:
@@ -388,7 +393,7 @@ class PrefillServer:
             if one.request is not None and one.failure is None:
                 self._export(one, one.request)
 
-    def _export(self, one: _Outgoing, request: Request) -> None:
+    def _export(self, one: _Outgoing, request: TrackedRequest) -> None:
         memory, start = self._engine.scheduler.memory, one.start
         is_finished = one.cached_tokens is not None
         pages = memory.exported_pages(request)[start.first_page : start.first_page + start.num_pages]

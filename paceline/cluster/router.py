@@ -61,7 +61,7 @@ class RouteRequest:
     """What the router reads of a request."""
 
     id: str  # unique among those that have not finished
-    prompt: Tokens
+    keys: Tokens  # of its prompt, one for each token
     namespace: tuple[str, ...]  # requests share KV only within one
     tenant: str = "default"
     max_tokens: int | None = None
@@ -201,7 +201,7 @@ class Router:
             index = self._by_strategy()
             return Decision(index, Reason.STRATEGY, self._add(self._replicas[index], request, 0, now), 0)
         self._pages.expire(now)
-        hashes = block_hashes(request.prompt, self._page_size, root_hash(request.namespace)).tolist()
+        hashes = block_hashes(request.keys, self._page_size, root_hash(request.namespace)).tolist()
         prefixes = self._pages.prefix_pages(hashes)
         since, excluded = now - LATE_S, self._excluded
         if min(self._reported) < since:
@@ -283,7 +283,7 @@ class Router:
 
     def _costs(self, request: RouteRequest, prefixes: Sequence[int]) -> list[float]:
         """Of all replicas, in seconds."""
-        num_tokens, page_size, output = len(request.prompt), self._page_size, self._output_tokens
+        num_tokens, page_size, output = len(request.keys), self._page_size, self._output_tokens
         if request.max_tokens is not None and request.max_tokens < output:
             output = request.max_tokens
         costs = [
@@ -301,7 +301,7 @@ class Router:
             one.service.began(now)
         one.num_routed += 1
         one.num_requests += 1
-        num_tokens = len(request.prompt)
+        num_tokens = len(request.keys)
         routed = _Routed(one.index, one.num_routed, request.tenant, num_tokens, num_tokens - num_cached)
         self._routed[request.id] = one.unreported[one.num_routed] = routed
         self._tenants.setdefault(request.tenant, Counter())[one.index] += 1

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from paceline.engine.executor import Executor
 from paceline.engine.output import Conflict, LoadedAdapter, UnknownAdapter
-from paceline.request import Request, adapter_name, short
+from paceline.request import adapter_name, short
 from paceline.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -43,11 +43,10 @@ class Adapters:
             raise UnknownAdapter(f"the adapter {short(name)} is not loaded: load it, or use one of these: {names}.")
         return "" if found is None else found.adapter
 
-    def renew(self, request: Request) -> None:
-        """If the adapter of a new request was replaced since it was submitted, it uses the present one. Raises if that
-        was unloaded."""
-        if request.adapter and request.adapter not in self._retired:
-            request.adapter = self.resolve(adapter_name(request.adapter))
+    def renewed(self, adapter: str) -> str:
+        """What a new request with this adapter uses: it, or the present one of its name if it was replaced since the
+        request was submitted and is not kept for others. Raises if that was unloaded."""
+        return self.resolve(adapter_name(adapter)) if adapter and adapter not in self._retired else adapter
 
     def install(
         self, new: LoadedAdapter, file: LoraFile, weights: LoraWeights, executor: Executor, scheduler: Scheduler

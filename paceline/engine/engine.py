@@ -52,6 +52,7 @@ from paceline.request import (
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler.plan import NO_TOKENS
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.scheduler.wait_estimate import seconds_until_admitted
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
@@ -419,10 +420,11 @@ class Engine:
             bad_word_ids=self._bad_word_ids(params.bad_words),
             is_exported=job.is_exported,
             num_prefilled=job.num_prefilled,
+            keys=job.request_keys,
             draft_source=job.draft_source if self.scheduler.config.draft_tokens else NO_TOKENS,
         )
         active = ActiveRequest(
-            request,
+            TrackedRequest(request),
             sink,
             TextStream.of(self.tokenizer, params) if self._detokenize else None,
             is_streamed=job.stream or bool(params.stop),
@@ -556,11 +558,11 @@ class Engine:
         return self._compiling.get(active.request.id) is active
 
     def _give_up_later(self, active: ActiveRequest) -> None:
-        request, config = active.request, self.scheduler.config
-        limit_s = math.inf if request.background else config.queue_timeout_s
+        asked, config = active.request.request, self.scheduler.config
+        limit_s = math.inf if active.request.background else config.queue_timeout_s
         times = (
-            (request.deadline, FinishReason.DEADLINE),
-            (self.clock() + min(request.queue_timeout_s, limit_s), FinishReason.QUEUE_TIMEOUT),
+            (asked.deadline, FinishReason.DEADLINE),
+            (self.clock() + min(asked.queue_timeout_s, limit_s), FinishReason.QUEUE_TIMEOUT),
         )
         for at, reason in times:
             if at is not None and at < math.inf:
@@ -590,7 +592,7 @@ class Engine:
             gc.collect(1)
 
     def _add(self, active: ActiveRequest) -> None:
-        request = active.request
+        request = active.request.request
         try:
             if request.id in self._compiling:
                 raise InvalidRequest(
@@ -602,18 +604,19 @@ class Engine:
                 active.compiling.add_done_callback(lambda _: self._compiled(active))
                 return
             compiled = None if active.compiling is None else active.compiling.result()
-            self.adapters.renew(request)
-            self.scheduler.add(request, self.clock())
+            if (adapter := self.adapters.renewed(request.adapter)) != request.adapter:
+                request = dataclasses.replace(request, adapter=adapter)
+            if not len(request.draft_source) and len(source := self._recent_outputs.find(request)):
+                request = dataclasses.replace(request, draft_source=source)
+            active.request = self.scheduler.add(request, self.clock())
         except PacelineError as error:
             if isinstance(error, Refused) and error.retry:
                 error.retry_after_s = self._retry_after()
             active.sink.refuse(error)
         else:
             self._outputs.add(active)
-            if not len(request.draft_source):
-                request.draft_source = self._recent_outputs.find(request)
             if compiled is not None:
-                self.grammars.attach(request, compiled)
+                self.grammars.attach(active.request, compiled)
 
     def forget_history(self, scheduler: Scheduler) -> bool:
         """As the scheduler's, with the stored outputs and the time worked. On the engine's thread. Returns False, and
@@ -631,7 +634,7 @@ class Engine:
         self._recent_outputs.clear()
         return scheduler.flush_cache()
 
-    def _on_finished(self, request: Request) -> None:
+    def _on_finished(self, request: TrackedRequest) -> None:
         self.grammars.detach(request)
         self._recent_outputs.add(request)
         if self.adapters.has_retired:

@@ -27,28 +27,30 @@ from typing import NamedTuple, Protocol
 
 from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pooling import PooledStates
-from paceline.request import Request
 from paceline.sampling.types import Bits, Drafts, LogprobRun, Logprobs, Masks
 from paceline.scheduler.plan import Plan, Updates
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class Constraints(Protocol):
     """The tokens allowed next, for rows with a grammar. `sampled` are the requests of a pass's sampling rows."""
 
-    def apply_to(self, sampled: Iterable[Request]) -> bool:
+    def apply_to(self, sampled: Iterable[TrackedRequest]) -> bool:
         """Whether any of these rows has a grammar."""
 
-    def masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits], drafts: Drafts) -> Masks:
+    def masks(self, sampled: Sequence[TrackedRequest], buffer: Callable[[int, int], Bits], drafts: Drafts) -> Masks:
         """The masks of a pass; all passes before it are committed. Bits are written into `buffer(masks, words)`."""
 
-    def start_masks(self, sampled: Sequence[Request], buffer: Callable[[int, int], Bits], drafts: Drafts) -> None:
+    def start_masks(
+        self, sampled: Sequence[TrackedRequest], buffer: Callable[[int, int], Bits], drafts: Drafts
+    ) -> None:
         """As `masks`, on a worker thread. Until `wait_masks` returns only `apply_to` may be called."""
 
     def wait_masks(self) -> Masks:
         """The masks that were started."""
 
-    def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
+    def advance(self, updates: Updates) -> Sequence[tuple[TrackedRequest, str]]:
         """Consumes the tokens of a committed pass. Returns requests whose grammar failed, with the reason."""
 
 
@@ -69,21 +71,21 @@ class StepOutput(NamedTuple):
     step: int  # of the committed pass
     updates: Updates
     logprobs: Logprobs | None  # of `updates.tokens`, row by row
-    prompt_logprobs: tuple[tuple[Request, LogprobRun], ...]
-    pooled: tuple[tuple[Request, PooledStates], ...]
-    grammar_failures: Sequence[tuple[Request, str]]
+    prompt_logprobs: tuple[tuple[TrackedRequest, LogprobRun], ...]
+    pooled: tuple[tuple[TrackedRequest, PooledStates], ...]
+    grammar_failures: Sequence[tuple[TrackedRequest, str]]
 
 
 @dataclass(slots=True, eq=False)
 class _Launched:
     plan: Plan
-    requests: tuple[Request, ...]  # of the plan's rows
+    requests: tuple[TrackedRequest, ...]  # of the plan's rows
     pending: Pending
     delayed: DelayedPending | None = None  # until its sampling is launched
     result: Result | None = None
 
     @property
-    def sampled(self) -> list[Request]:
+    def sampled(self) -> list[TrackedRequest]:
         return list(compress(self.requests, self.plan.samples))
 
 
@@ -149,7 +151,7 @@ class Loop:
         self._committed = plan.step
         if self.trace is not None:
             self.trace.span("commit", plan.step, now, self.clock())
-        failures: Sequence[tuple[Request, str]] = ()
+        failures: Sequence[tuple[TrackedRequest, str]] = ()
         if self.constraints is not None:
             began = self.clock()
             failures = self.constraints.advance(updates)
@@ -191,7 +193,7 @@ class Loop:
             pending.sample(self.constraints.masks(launched.sampled, pending.mask_buffer, pending.drafts()))
         return launched
 
-    def _samples_again(self, sampled: Iterable[Request]) -> bool:
+    def _samples_again(self, sampled: Iterable[TrackedRequest]) -> bool:
         """Whether a pass in flight samples for one of these requests."""
         wanted = set(sampled)
         return any(not wanted.isdisjoint(one.sampled) for one in self._launched)

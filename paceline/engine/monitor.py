@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from paceline.request import Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.snapshot import snapshot
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _RECENT = 200  # finished requests that percentiles are computed over
 _SHOWN = 40  # of these, listed in the table
@@ -27,7 +27,7 @@ class EngineMonitor:
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self._scheduler, self._clock = scheduler, clock
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, TrackedRequest] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._samples: deque[list[float]] = deque(maxlen=_HISTORY)  # time and the values the page plots
         self._began = clock()
@@ -83,7 +83,7 @@ def _percentiles_of(values: list[float]) -> list[Any]:
     return [float(np.percentile(values, percent)) for percent in (50, 99)] if values else [None, None]
 
 
-def _finished(request: Request, now: float) -> dict[str, Any]:
+def _finished(request: TrackedRequest, now: float) -> dict[str, Any]:
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - request.arrival
 

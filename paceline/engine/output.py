@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.request import FinishReason, PacelineError, Request
+from paceline.request import FinishReason, PacelineError
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class EngineFailed(PacelineError):
@@ -55,7 +56,7 @@ class Timings:
     retractions: int
 
     @classmethod
-    def of(cls, request: Request) -> Timings:
+    def of(cls, request: TrackedRequest) -> Timings:
         def since(time: float | None) -> float | None:
             return None if time is None else time - request.arrival
 

@@ -13,10 +13,11 @@ from typing import Any, Protocol
 from paceline.engine.loop import StepOutput
 from paceline.engine.output import EngineFailed, OutputDelta, Timings, TokenLogprob, TokenUsage
 from paceline.engine.pooling import PooledStates, Pooler
-from paceline.request import FinishReason, PacelineError, Refused, Request
+from paceline.request import FinishReason, PacelineError, Refused
 from paceline.sampling.grammar import Compiling
 from paceline.sampling.types import LogprobRun, Logprobs
 from paceline.scheduler.plan import Finished, Updates
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.stop import TextStream
 
 _DETOKENIZE_STEPS = 16  # steps in which each request that is not streamed is detokenized once
@@ -35,7 +36,7 @@ class Sink(Protocol):
 class ActiveRequest:
     """A request from its submission to its final delta."""
 
-    request: Request
+    request: TrackedRequest  # a new one until the scheduler has accepted it
     sink: Sink
     text: TextStream | None  # None: token ids only
     is_streamed: bool  # False: one delta at the end. With stop strings always True: they are searched in every delta
@@ -68,8 +69,8 @@ class OutputProcessor:
     def __init__(
         self,
         finish: Callable[[str, FinishReason], object],
-        on_finished: Callable[[Request], None],
-        weight_versions: Callable[[Request], tuple[str, ...]] = lambda _: (),
+        on_finished: Callable[[TrackedRequest], None],
+        weight_versions: Callable[[TrackedRequest], tuple[str, ...]] = lambda _: (),
         retry_after_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         """`finish` ends a request that the scheduler may still run; `on_finished` is called once for each request;
@@ -136,11 +137,12 @@ class OutputProcessor:
             active.logprobs = []  # of tokens that are not delivered
         if error is None and active.text is not None:
             text += active.text.close()
+        num_prefilled = request.request.num_prefilled
         usage = TokenUsage(
             len(request.prompt),
-            max(0, request.num_cached - request.num_prefilled),
+            max(0, request.num_cached - num_prefilled),
             active.num_tokens,
-            max(0, request.num_fetched - request.num_prefilled),
+            max(0, request.num_fetched - num_prefilled),
             request.num_drafted,
             min(request.num_accepted, active.num_tokens),  # a stop string may cut off accepted ones
         )
@@ -172,17 +174,17 @@ class OutputProcessor:
             del self.active[active.request.id]
             self._num_streamed -= active.is_streamed
 
-    def _find(self, request: Request) -> ActiveRequest | None:
+    def _find(self, request: TrackedRequest) -> ActiveRequest | None:
         """The active request, unless it has ended and its id belongs to another one."""
         active = self.active.get(request.id)
         return active if active is not None and active.request is request else None
 
-    def _keep_states(self, request: Request, states: PooledStates) -> None:
+    def _keep_states(self, request: TrackedRequest, states: PooledStates) -> None:
         active = self._find(request)
         if active is not None and active.pooler is not None:
             active.pooler.add(states)
 
-    def _keep_prompt_logprobs(self, request: Request, run: LogprobRun) -> None:
+    def _keep_prompt_logprobs(self, request: TrackedRequest, run: LogprobRun) -> None:
         if (active := self._find(request)) is None:
             return
         # When a request is requeued, the same positions are computed and reported again. The last report counts: the
@@ -246,7 +248,7 @@ class OutputProcessor:
             else:
                 self._put(active, OutputDelta(text, tuple(tokens), **active.take_logprobs()))
 
-    def _detokenize(self, requests: Sequence[Request]) -> None:
+    def _detokenize(self, requests: Sequence[TrackedRequest]) -> None:
         """Detokenizes requests that are not streamed, a few in each step. Requests that start together often end
         together; detokenizing them all at their end would delay the next pass."""
         for request in requests:

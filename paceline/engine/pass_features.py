@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from paceline.request import Request
 from paceline.scheduler.plan import Plan
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class PassFeatures(msgspec.Struct, frozen=True, gc=False):
@@ -76,7 +76,7 @@ class FinishedRequests(msgspec.Struct, frozen=True, gc=False):
         return self.num_requests > 0
 
     @classmethod
-    def of(cls, requests: Iterable[Request]) -> FinishedRequests:
+    def of(cls, requests: Iterable[TrackedRequest]) -> FinishedRequests:
         sizes = [(len(one.prompt), len(one.output)) for one in requests]
         return cls(len(sizes), sum(prompt for prompt, _ in sizes), sum(output for _, output in sizes))
 

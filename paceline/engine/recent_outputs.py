@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.request import FinishReason, Request, Tokens
 from paceline.scheduler.plan import NO_TOKENS
+from paceline.scheduler.tracked_request import TrackedRequest
 
 MAX_OUTPUTS = 1024  # of a tenant
 MAX_TENANTS = 64  # the least recently active one is forgotten: clients may choose tenants
@@ -68,16 +69,20 @@ class RecentOutputs:
         tenant.by_prompt.move_to_end(prompt)
         return stored.output
 
-    def add(self, request: Request) -> None:
+    def add(self, ended: TrackedRequest) -> None:
         """Stores the output of a request that has ended."""
-        size = len(request.output)
-        if not 0 < size <= self._max_tokens or not _is_drafted(request) or request.finish_reason is FinishReason.ERROR:
+        size = len(ended.output)
+        if (
+            not 0 < size <= self._max_tokens
+            or not _is_drafted(ended.request)
+            or ended.finish_reason is FinishReason.ERROR
+        ):
             return
-        tenant = self._tenants.setdefault(request.tenant, _TenantOutputs())
-        self._tenants.move_to_end(request.tenant)
+        tenant = self._tenants.setdefault(ended.tenant, _TenantOutputs())
+        self._tenants.move_to_end(ended.tenant)
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
-        (prompt, tail), output = _keys(request), np.array(request.output, np.int32)
+        (prompt, tail), output = _keys(ended.request), np.array(ended.output, np.int32)
         if (before := tenant.by_prompt.get(prompt)) is not None:
             if np.array_equal(before.output[:size], output):  # this one was cut off: the longer one stays
                 output = before.output
@@ -100,5 +105,5 @@ def _is_drafted(request: Request) -> bool:
 def _keys(request: Request) -> tuple[Key, Key]:
     """Of the whole prompt and of its last tokens."""
     _, salt, adapter = request.namespace
-    whole, tail = hash(request.prompt.tobytes()), hash(request.prompt[-_TAIL:].tobytes())
+    whole, tail = hash(request.keys.tobytes()), hash(request.keys[-_TAIL:].tobytes())
     return (salt, adapter, whole), (salt, adapter, tail)

@@ -23,10 +23,11 @@ import numpy as np
 from paceline.config import ConfigError, SchedulerConfig
 from paceline.engine.executor import DelayedPending, Executor, Pending, Result
 from paceline.engine.pass_features import PassFeatures, read_features
-from paceline.request import Request
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.journal import Event, EventKind
+from paceline.scheduler.memory import prefix_key
 from paceline.scheduler.plan import Plan
+from paceline.scheduler.tracked_request import TrackedRequest
 
 if TYPE_CHECKING:
     from paceline.scheduler.scheduler import Scheduler
@@ -100,7 +101,7 @@ Line = Header | Mark | RecordedRequest | RecordedPass
 
 
 class _LiveRequest(NamedTuple):
-    request: Request
+    request: TrackedRequest
     drafted: list[int]  # as in `RecordedRequest`
     accepted: list[int]
 
@@ -176,7 +177,7 @@ class Recorder:
         elif event.kind is EventKind.FINISH and (live := self._live.pop(event.request_id, None)) is not None:
             self._queue.put(live)  # it has finished and does not change any more
 
-    def _recorded(self, request: Request, drafted: list[int], accepted: list[int]) -> RecordedRequest:
+    def _recorded(self, request: TrackedRequest, drafted: list[int], accepted: list[int]) -> RecordedRequest:
         def since(time: float | None) -> float | None:
             return None if time is None else round(time - request.arrival, 6)
 
@@ -201,10 +202,10 @@ class Recorder:
             accepted=accepted,
         )
 
-    def _blocks(self, request: Request) -> list[int]:
+    def _blocks(self, request: TrackedRequest) -> list[int]:
         # Each namespace has its own cache, so equal tokens in two namespaces are not an equal prefix.
         last = "\0".join(request.namespace).encode()
-        data = request.prompt.tobytes() + request.output.tobytes()
+        data = prefix_key(request)
         size = 4 * self._scheduler.config.page_size
         # Requests with a common prefix often finish one after the other. Their prefix is hashed once: hashing holds the
         # GIL, which the engine's thread waits for.

@@ -17,10 +17,11 @@ import msgspec
 from paceline.engine.executor import Result
 from paceline.engine.output import Conflict
 from paceline.engine.timeline import Timeline, TraceEvent, lane_names, span_event, trace_events
-from paceline.request import InvalidRequest, Phase
+from paceline.request import InvalidRequest
 from paceline.scheduler.journal import Event, EventKind
 from paceline.scheduler.plan import Plan
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.tracked_request import Phase
 
 if TYPE_CHECKING:
     from paceline.engine.engine import Engine

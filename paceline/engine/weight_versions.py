@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 
-from paceline.request import Request
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class WeightVersions:
@@ -28,7 +28,7 @@ class WeightVersions:
         self._times.append(now)
         self._versions.append(version)
 
-    def of(self, request: Request) -> tuple[str, ...]:
+    def of(self, request: TrackedRequest) -> tuple[str, ...]:
         """The versions that computed the output of a request that is ending now, oldest first: several if the weights
         were replaced between its tokens."""
         started = request.first_token  # what was computed before it, logprobs of the prompt too, was computed again

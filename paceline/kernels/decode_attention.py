@@ -94,7 +94,7 @@ def decode_attention_reference(
     """[R, Q D] in float64. Writes the new keys and values first, then attends row by row."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     q = rope_kv_reference(
-        qkv, k_cache, v_cache, page_table, slots, positions, cos_sin, q_norm, k_norm, eps, stream, scales
+        qkv, k_cache, v_cache, page_table, slots, positions, positions, cos_sin, q_norm, k_norm, eps, stream, scales
     )
     out = []
     for row, slot, position in zip(q.double(), slots.tolist(), positions.tolist(), strict=True):

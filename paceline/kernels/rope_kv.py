@@ -4,6 +4,9 @@ For the prompt tokens of prefill and mixed batches. Decode rows do the same insi
 (decode_attention.py), which saves a launch per layer; both use `norm_and_rotate`, so that they write the same bits.
 
 With `scales` [2, K] float32 the cache holds FP8 numbers: keys and values divided by the scale of their KV head.
+
+Where a token is cached (`positions`) and what it is rotated by (`rope_positions`) are two arrays: the positions of an
+image's tokens in its prompt are not those of its grid. For text both are the same tensor.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -43,6 +46,7 @@ def rope_kv_reference(
     page_table: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
+    rope_positions: torch.Tensor,
     cos_sin: torch.Tensor,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -55,7 +59,7 @@ def rope_kv_reference(
     wide = qkv if stream is None else qkv.float() * row_factor_reference(stream, eps)
     heads = wide.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split([heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    table = cos_sin[positions.long()]
+    table = cos_sin[rope_positions.long()]
     pages = page_table[slots.long(), (positions // page_size).long()].long()
     offsets = (positions % page_size).long()
     k = rotate_reference(k, k_norm, table, eps)
@@ -115,6 +119,7 @@ def _rope_kv_kernel(
     page_table,
     slots,
     positions,
+    rope_positions,
     cos_sin,
     q_norm,
     k_norm,
@@ -145,7 +150,7 @@ def _rope_kv_kernel(
     position = tl.load(positions + token)
     page = tl.load(page_table + slot * table_stride + position // P).to(tl.int64)
     source = qkv + token * qkv_stride
-    table = cos_sin + position.to(tl.int64) * D
+    table = cos_sin + tl.load(rope_positions + token).to(tl.int64) * D
     d = tl.arange(0, PADDED)[None, :]
     factor = 1.0
     if H:
@@ -183,6 +188,7 @@ def rope_kv(
     page_table: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
+    rope_positions: torch.Tensor,
     cos_sin: torch.Tensor,
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
@@ -194,9 +200,9 @@ def rope_kv(
     """Writes q_out [T, Q, D] and the caches [pages, P, K, D] from qkv [T, (Q + 2K) D]. With `stream` [T, H], qkv was
     computed from the hidden states before RMSNorm, and the norm's factor is applied here.
 
-    page_table [S, pages per slot], slots [T] and positions [T] are int32, cos_sin [positions, D] float32. q_norm and
-    k_norm [D] are given together or not at all. With `live` [2] int32 only tokens live[0]..live[1] are processed:
-    decodes come before them, padding after.
+    page_table [S, pages per slot], slots [T], positions [T] and rope_positions [T] are int32, cos_sin [positions, D]
+    float32. q_norm and k_norm [D] are given together or not at all. With `live` [2] int32 only tokens live[0]..live[1]
+    are processed: decodes come before them, padding after.
     """
     tokens = qkv.shape[0]
     _, page_size, kv_heads, head_dim = k_cache.shape
@@ -209,6 +215,7 @@ def rope_kv(
         page_table,
         slots,
         positions,
+        rope_positions,
         cos_sin,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,

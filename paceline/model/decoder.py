@@ -214,8 +214,9 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
-        """Hidden states [T, hidden] after the final norm, of tokens[T] at positions[T] (both integer). Of a stage that
-        is not the last: before the norm, and sent on. lora: rows with adapters, as `prepare_adapter` returns them."""
+        """Hidden states [T, hidden] after the final norm, of tokens[T] rotated by positions[T] (both integer); `attend`
+        alone knows where they are cached. Of a stage that is not the last: before the norm, and sent on. lora: rows
+        with adapters, as `prepare_adapter` returns them."""
         # One gather per rope for all layers; [T, 1, D] broadcasts over heads.
         rotations = [table[positions].unsqueeze(1) for table in self.rope_tables]
         if self.stages is None or self.shard.is_first:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.request import GRAMMAR_LIMIT, Grammar, InvalidRequest, Request
+from paceline.request import GRAMMAR_LIMIT, Grammar, InvalidRequest
 from paceline.sampling.grammar_source import (
     GrammarText,
     TokenizerArguments,
@@ -36,6 +36,7 @@ from paceline.sampling.matcher import CompiledGrammar, GrammarMatcher, MaskRow, 
 from paceline.sampling.turns import Turns
 from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Updates
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.tokenizer import Tokenizer
 
 _MAX_COMPILED = 512  # cached grammars
@@ -81,7 +82,7 @@ class Grammars:
         self._executor: Any = None
         self._eos_mask = np.zeros(-(-vocab_size // 32), np.int32)  # allows EOS only
         # Used by the engine's thread only:
-        self._matchers: dict[Request, GrammarMatcher] = {}
+        self._matchers: dict[TrackedRequest, GrammarMatcher] = {}
         self._workers: list[MaskWorker] = []  # started on first use
         self._started: tuple[Masks, list[MaskWorker]] | None = None
 
@@ -206,22 +207,22 @@ class Grammars:
 
     # ------------------------------------------------------------------ following, on the engine's thread
 
-    def attach(self, request: Request, compiled: CompiledGrammar) -> None:
+    def attach(self, request: TrackedRequest, compiled: CompiledGrammar) -> None:
         self._matchers[request] = GrammarMatcher(compiled)
 
-    def detach(self, request: Request) -> None:
+    def detach(self, request: TrackedRequest) -> None:
         self._matchers.pop(request, None)
 
-    def apply_to(self, sampled: Iterable[Request]) -> bool:
+    def apply_to(self, sampled: Iterable[TrackedRequest]) -> bool:
         return bool(self._matchers) and any(request in self._matchers for request in sampled)
 
-    def masks(self, sampled: Sequence[Request], buffer: MaskBufferOf, drafts: Drafts = ()) -> Masks:
+    def masks(self, sampled: Sequence[TrackedRequest], buffer: MaskBufferOf, drafts: Drafts = ()) -> Masks:
         groups, masks = self._rows(sampled, buffer, drafts)
         for rows in groups:
             self._fill(rows, masks.bits)
         return masks
 
-    def start_masks(self, sampled: Sequence[Request], buffer: MaskBufferOf, drafts: Drafts = ()) -> None:
+    def start_masks(self, sampled: Sequence[TrackedRequest], buffer: MaskBufferOf, drafts: Drafts = ()) -> None:
         """Like `masks`, on other threads; `wait_masks` returns the result. Requests may end in between, but no matcher
         may advance."""
         groups, masks = self._rows(sampled, buffer, drafts)
@@ -241,7 +242,7 @@ class Grammars:
         return masks
 
     def _rows(
-        self, sampled: Sequence[Request], buffer: MaskBufferOf, drafts: Drafts
+        self, sampled: Sequence[TrackedRequest], buffer: MaskBufferOf, drafts: Drafts
     ) -> tuple[list[list[MaskRow]], Masks]:
         """The rows that get masks, those without and those with drafts. The bits are not written yet."""
         indices: list[int] = []
@@ -266,11 +267,11 @@ class Grammars:
         else:
             fill_masks(self._executor, rows, bits)
 
-    def advance(self, updates: Updates) -> Sequence[tuple[Request, str]]:
+    def advance(self, updates: Updates) -> Sequence[tuple[TrackedRequest, str]]:
         """Advances the matchers by the sampled tokens. Returns the requests whose grammar failed, with the reason."""
         if not self._matchers:
             return ()
-        consumed: dict[Request, tuple[GrammarMatcher, list[int]]] = {}
+        consumed: dict[TrackedRequest, tuple[GrammarMatcher, list[int]]] = {}
         for request, token in zip(updates.requests, updates.tokens.tolist(), strict=True):
             if request in self._matchers and not request.is_finished:
                 consumed.setdefault(request, (self._matchers[request], []))[1].append(token)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import Request
 from paceline.sampling.types import Bits
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class GrammarMatcher:
 
 
 class MaskRow(NamedTuple):
-    request: Request
+    request: TrackedRequest
     matcher: GrammarMatcher
     first: int  # index of its first mask; those of its drafts follow
     drafts: Sequence[int]
@@ -97,9 +97,9 @@ def _fill_one_by_one(row: MaskRow, masks: Bits) -> None:
     row.matcher.state, row.matcher.exceeds_limit = row.matcher.after(row.request.output), True
 
 
-def consume(executor: Any, tokens: dict[Request, tuple[GrammarMatcher, list[int]]]) -> list[Request]:
+def consume(executor: Any, tokens: dict[TrackedRequest, tuple[GrammarMatcher, list[int]]]) -> list[TrackedRequest]:
     """Advances matchers by the tokens that their requests got in one pass. Returns requests whose grammar failed."""
-    failed: list[Request] = []
+    failed: list[TrackedRequest] = []
     turn = 0
     while batch := [
         (request, matcher, given[turn])

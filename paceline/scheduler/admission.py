@@ -24,9 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
-from paceline.request import Request
 from paceline.scheduler.journal import EventKind, Journal
-from paceline.scheduler.memory import Memory, token_key
+from paceline.scheduler.memory import Memory, prefix_key
 from paceline.scheduler.memory_forecast import MemoryForecast, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
@@ -35,6 +34,7 @@ from paceline.scheduler.policies import Policy
 from paceline.scheduler.retraction import is_protected
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
+from paceline.scheduler.tracked_request import TrackedRequest
 
 MIN_CHUNK_TOKENS = 16  # prompt tokens per pass whatever itl_target allows
 # Requests that a step admits or retracts, a retraction counted twice: so much more of the host's time it takes. More
@@ -48,7 +48,7 @@ _TILE_TOKENS = 64  # query tile of GPU attention: a few tokens more than a multi
 class Chunk:
     """Prompt tokens start .. start + length of one request, in the pass being planned."""
 
-    request: Request
+    request: TrackedRequest
     slot: int
     start: int
     length: int
@@ -94,7 +94,7 @@ class Admission:
         lengths: OutputLengths,
         service_time: ServiceTime,
         journal: Journal,
-        retract_for: Callable[[Request, Now], int],
+        retract_for: Callable[[TrackedRequest, Now], int],
     ) -> None:
         """`retract_for` may retract running requests of a lower rank to make space for a waiting one. It returns the
         pages that the waiting one lacks, if it retracts nothing and has counted them, else 0."""
@@ -109,18 +109,18 @@ class Admission:
         self._by_priority = config.policy == "priority"
         self._retracts_by_priority = self._by_priority and not math.isinf(config.retract_gap)
         self._prefix_wait_tokens = memory.pages_for(config.prefix_wait_tokens) * config.page_size
-        self.retracted: list[Request] = []  # waiting again, most senior first: tried before all others
+        self.retracted: list[TrackedRequest] = []  # waiting again, most senior first: tried before all others
         self.num_waiting = 0
         self.num_waiting_tokens = 0
-        self._reserved: Request | None = None
+        self._reserved: TrackedRequest | None = None
         self._num_foreground_started = 0  # waiting foreground requests that were admitted before
-        self._beside: set[Request] = set()  # requests admitted since then
+        self._beside: set[TrackedRequest] = set()  # requests admitted since then
         # Those whose adapter had no slot when they were tried, in this step or before.
-        self._without_adapter: dict[Request, None] = {}
+        self._without_adapter: dict[TrackedRequest, None] = {}
         self.holds_new = False  # while the engine pauses: only requests that were admitted before are candidates
         self._num_admitted = 0
         # Of the pass being planned
-        self.chunks: dict[Request, Chunk] = {}
+        self.chunks: dict[TrackedRequest, Chunk] = {}
         self.max_moves = MAX_MOVES_PER_STEP
         self._num_moves = 0  # requests admitted, and twice those retracted
         self._budget = 0  # prompt tokens that it may still get
@@ -128,10 +128,10 @@ class Admission:
         self._room = 0  # of these, tokens that long prompts leave to short ones
         self._may_admit = False
         self._may_retract = False  # running requests, for a waiting one
-        self._deferred: list[Request] = []  # long prompts that would have taken that room
+        self._deferred: list[TrackedRequest] = []  # long prompts that would have taken that room
         self._joins: list[Join] = []
-        self._skipped: list[Request] = []
-        self._out_of_memory: list[Request] = []  # of the skipped, those that lacked memory
+        self._skipped: list[TrackedRequest] = []
+        self._out_of_memory: list[TrackedRequest] = []  # of the skipped, those that lacked memory
         self._forecast: MemoryForecast | None = None
         self._forecast_is_current = True
         self._pages_at_end: npt.NDArray[np.int64] = np.zeros(config.max_running, np.int64)  # by slot
@@ -143,12 +143,12 @@ class Admission:
 
     # ------------------------------------------------------------------ the queue
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: TrackedRequest) -> None:
         """A new or retracted request begins to wait."""
         self.num_waiting += 1
         self._num_foreground_started += request.was_admitted and not request.background
         self.num_waiting_tokens += request.num_tokens
-        num_known = self._memory.tree.enqueue(request, token_key(request), self._memory.num_cacheable_pages(request))
+        num_known = self._memory.tree.enqueue(request, prefix_key(request), self._memory.num_cacheable_pages(request))
         if request.was_admitted and not self._by_priority:
             insort(self.retracted, request, key=lambda waiting: (waiting.background, waiting.seniority))
         else:
@@ -156,7 +156,7 @@ class Admission:
             request.queued = True
             self._policy.add(request)
 
-    def dequeue(self, request: Request) -> None:
+    def dequeue(self, request: TrackedRequest) -> None:
         """It is admitted, or has ended. Call it while the request has the length with which it began to wait."""
         self.num_waiting -= 1
         self._num_foreground_started -= request.was_admitted and not request.background
@@ -171,7 +171,7 @@ class Admission:
             self._reserved = None
         self._without_adapter.pop(request, None)
 
-    def enqueue_retracted(self, request: Request) -> None:
+    def enqueue_retracted(self, request: TrackedRequest) -> None:
         """Not a candidate in the step that took its memory: it would take the memory back."""
         self.enqueue(request)
         self._memory.tree.skip(request)
@@ -185,7 +185,7 @@ class Admission:
         """Whether a request of a foreground tenant waits, and not only for the engine to resume."""
         return (self._num_foreground_started if self.holds_new else self._memory.tree.num_foreground) > 0
 
-    def is_eligible(self, request: Request) -> bool:
+    def is_eligible(self, request: TrackedRequest) -> bool:
         """Whether a waiting request may be admitted, whatever space there is. One of a background tenant may not while
         a foreground one waits: so it is not tried, and nothing is kept for it."""
         return (request.was_admitted or not self.holds_new) and not (request.background and self.foreground_waits)
@@ -239,7 +239,7 @@ class Admission:
     def _background_runs(self) -> bool:
         return bool(self._config.background_tenants) and any(one.background for one in self._running.requests)
 
-    def _rank(self, request: Request) -> Rank:
+    def _rank(self, request: TrackedRequest) -> Rank:
         return Rank(not request.background, request.priority if self._by_priority else 0)
 
     def _next_level(self, above: Rank | None, now: Now) -> Rank | None:
@@ -266,7 +266,7 @@ class Admission:
                 self._plan_chunk(request, self._config.chunk_tokens, now)
         self._admit_deferred(now)
 
-    def _prefilling_at(self, level: Rank | None) -> list[Request]:
+    def _prefilling_at(self, level: Rank | None) -> list[TrackedRequest]:
         prefilling = self._running.prefilling
         return prefilling if level is None else [request for request in prefilling if self._rank(request) == level]
 
@@ -314,7 +314,7 @@ class Admission:
             else:
                 self._note_wait(request, _ROOM_FOR_SHORT, now)
 
-    def _admit_or_skip(self, request: Request, share: int, now: Now) -> bool:
+    def _admit_or_skip(self, request: TrackedRequest, share: int, now: Now) -> bool:
         """Admits `request` with up to `share` tokens, or skips it. Returns whether others may still be tried."""
         reason = self._try_admit(request, share, now)
         if reason is None:
@@ -345,7 +345,7 @@ class Admission:
             self._out_of_memory.append(request)
         return len(self._out_of_memory) <= self._config.look_ahead
 
-    def _wait_for_adapter(self, request: Request, now: Now) -> None:
+    def _wait_for_adapter(self, request: TrackedRequest, now: Now) -> None:
         """All slots have adapters of running requests. Requests with adapters may overtake it a bounded number of
         times, also in steps in which it is not tried; then a slot is reserved for it."""
         if len(self._without_adapter) < self._config.max_running:
@@ -353,15 +353,15 @@ class Admission:
         if not request.queued or request.overtaken >= self._config.max_overtakes:
             self.reserve(request, now)
         # No other request of this namespace can be admitted in this step: they are not tried one by one.
-        self._memory.tree.hide(self._memory.tree.namespace(request))
+        self._memory.tree.hide(self._memory.tree.namespace(request.namespace))
 
-    def _note_wait(self, request: Request, reason: WaitReason, now: Now) -> None:
+    def _note_wait(self, request: TrackedRequest, reason: WaitReason, now: Now) -> None:
         if request.wait_reason != reason.text:
             request.wait_reason = reason.text
             self._journal.write(now, EventKind.WAIT, request.id, reason.text)
         request.num_missing_pages = reason.num_missing_pages
 
-    def candidate(self, now: Now) -> Request | None:
+    def candidate(self, now: Now) -> TrackedRequest | None:
         """The next waiting request to be tried."""
         if self.holds_new:
             started = [one for one in self._memory.tree.waiting_nodes if not one.skipped and self.is_eligible(one)]
@@ -380,7 +380,7 @@ class Admission:
                 return request
         return self._policy.next(now)
 
-    def _count_overtakes(self, admitted: Request, now: Now) -> None:
+    def _count_overtakes(self, admitted: TrackedRequest, now: Now) -> None:
         for request in [*self._out_of_memory, *(self._without_adapter if admitted.adapter else ())]:
             if self._rank(admitted) > self._rank(request):
                 continue  # it is admitted first anyway
@@ -392,15 +392,15 @@ class Admission:
     # ------------------------------------------------------------------ reservation
 
     @property
-    def reserved(self) -> Request | None:
+    def reserved(self) -> TrackedRequest | None:
         """The request that freed memory is kept for, as long as it may be admitted."""
         return self._reserved if self._reserved is not None and self.is_eligible(self._reserved) else None
 
-    def _outranks_reserved(self, request: Request) -> bool:
+    def _outranks_reserved(self, request: TrackedRequest) -> bool:
         """Whether `request` may take freed memory, whoever it is reserved for."""
         return self.reserved is None or self._rank(request) > self._rank(self.reserved)
 
-    def reserve(self, request: Request, now: Now) -> None:
+    def reserve(self, request: TrackedRequest, now: Now) -> None:
         """Keeps freed memory for `request`, unless it is kept for another: that one starts first."""
         if self._outranks_reserved(request):
             self._reserved = request
@@ -408,7 +408,7 @@ class Admission:
             self._num_pages_beside.clear()
             self._journal.write(now, EventKind.RESERVE, request.id)
 
-    def _pages_beside(self, reserved: Request, leaving: Leaving) -> int:
+    def _pages_beside(self, reserved: TrackedRequest, leaving: Leaving) -> int:
         """Pages that others may take, at full length, while `reserved` waits, if `leaving` were gone.
 
         It starts at the latest when it and everything running fit at full length. Let running requests end in the order
@@ -434,7 +434,7 @@ class Admission:
         num_pages = self._num_pages_beside[leaving] = left - int(pages[pages <= left].max(initial=0))
         return num_pages
 
-    def _has_adapter_slot(self, request: Request, leaving: Leaving = NOBODY) -> bool:
+    def _has_adapter_slot(self, request: TrackedRequest, leaving: Leaving = NOBODY) -> bool:
         """Whether the adapter of `request` is in a slot or could get one if `leaving` were gone, without delaying the
         reserved request.
 
@@ -473,7 +473,7 @@ class Admission:
 
     # ------------------------------------------------------------------ one request
 
-    def _try_admit(self, request: Request, share: int, now: Now) -> WaitReason | None:
+    def _try_admit(self, request: TrackedRequest, share: int, now: Now) -> WaitReason | None:
         """Admits `request`, which may get up to `share` tokens, or returns why it must wait."""
         memory = self._memory
         if request.num_in_flight:
@@ -507,18 +507,18 @@ class Admission:
         self._admit(request, hit, to_compute, now)
         return None
 
-    def _match(self, request: Request, now: Now) -> tuple[Node, int]:
+    def _match(self, request: TrackedRequest, now: Now) -> tuple[Node, int]:
         """Where the cached prefix of a waiting request ends, and the tokens that must be computed."""
         tree, host = self._memory.tree, self._memory.host
         node = tree.waiting_nodes[request]
         hit = tree.hit(node, now.step)
         return hit, request.num_tokens - hit.depth - (0 if host is None else host.tokens_below(hit, node))
 
-    def _is_beside(self, request: Request) -> bool:
+    def _is_beside(self, request: TrackedRequest) -> bool:
         """Whether memory and a slot are kept for another request, which `request` must not delay."""
         return self.reserved not in (None, request) and not self._outranks_reserved(request)
 
-    def _find_lack(self, request: Request, leaving: Leaving = NOBODY) -> WaitReason | None:
+    def _find_lack(self, request: TrackedRequest, leaving: Leaving = NOBODY) -> WaitReason | None:
         """What a waiting request would lack if `leaving` were gone, besides memory that running requests will need."""
         if not self._has_adapter_slot(request, leaving):
             return _NO_ADAPTER_SLOT
@@ -544,7 +544,7 @@ class Admission:
         """The running requests in these slots, should they be retracted."""
         return Leaving(rows, int(self._full_pages(rows).sum()))
 
-    def retractable_for(self, request: Request, among: Column) -> Column:
+    def retractable_for(self, request: TrackedRequest, among: Column) -> Column:
         """The slots of `among` to retract first for `request`. If its adapter has no slot: the users of another adapter
         that only they use, of the one with the fewest."""
         if self._has_adapter_slot(request):
@@ -558,11 +558,11 @@ class Admission:
         first: Column = among[np.array([name == adapter for name in adapters])]
         return first
 
-    def _requests_in(self, rows: Column) -> list[Request]:
+    def _requests_in(self, rows: Column) -> list[TrackedRequest]:
         found = map(self._memory.slots.requests.__getitem__, rows.tolist())
         return [request for request in found if request is not None]
 
-    def num_missing_without(self, request: Request, leaving: Leaving, now: Now) -> int:
+    def num_missing_without(self, request: TrackedRequest, leaving: Leaving, now: Now) -> int:
         """Pages that a waiting request would lack if `leaving` were gone; 1 if it would lack a slot, or one for its
         adapter, or memory beside a reserved request."""
         memory = self._memory
@@ -573,11 +573,11 @@ class Admission:
         memory.unlock_prefix(request)
         return max(0, missing)
 
-    def num_pages_at_end(self, request: Request) -> int:
+    def num_pages_at_end(self, request: TrackedRequest) -> int:
         """Pages of a running request when it ends, as the last forecast has it: retracting it gives no more."""
         return int(self._pages_at_end[request.slot])
 
-    def _missing_pages(self, request: Request, leaving: Leaving = NOBODY) -> int:
+    def _missing_pages(self, request: TrackedRequest, leaving: Leaving = NOBODY) -> int:
         """Number of pages that `request`, whose prefix is locked, lacks beside everything running."""
         if len(self._running) == len(leaving.rows):
             return 0  # it fits alone, or it would have been refused
@@ -643,7 +643,7 @@ class Admission:
                 node = node.parent
         return sum(len(node.pages) for node, n in holders.items() if n == node.locks and node.holder is None)
 
-    def _own_tokens(self, request: Request) -> int:
+    def _own_tokens(self, request: TrackedRequest) -> int:
         """Tokens in pages that only `request`, whose prefix is locked, holds once its prompt is computed."""
         depth = self._memory.locked_nodes[request].depth
         return request.num_tokens - depth + request.exclusive_pages * self._memory.page_size
@@ -652,12 +652,12 @@ class Admission:
         """Pages that may still be pinned, so admission cannot use them."""
         return self._config.pin_quota_pages - self._memory.num_pinned_pages
 
-    def _worst_case_pages(self, request: Request) -> int:
+    def _worst_case_pages(self, request: TrackedRequest) -> int:
         """Pages that only `request` holds if it runs to its full length."""
         prefix_pages = self._memory.locked_nodes[request].depth // self._memory.page_size
         return self._memory.full_pages(request) - prefix_pages + request.exclusive_pages
 
-    def _expected_growth(self, request: Request) -> int:
+    def _expected_growth(self, request: TrackedRequest) -> int:
         """Positions that a waiting request is expected to write after its prompt. Its last token is never fed."""
         max_remaining = request.max_tokens - len(request.output)
         expected = max_remaining
@@ -694,7 +694,7 @@ class Admission:
         self._pages_at_end[rows] = -(-(known + growth) // size)
         return MemoryForecast(size, rows, own, growth)
 
-    def _admit(self, request: Request, hit: Node, to_compute: int, now: Now) -> None:
+    def _admit(self, request: TrackedRequest, hit: Node, to_compute: int, now: Now) -> None:
         memory, counters = self._memory, self._journal.counters
         self._num_moves += 1
         growth = self._expected_growth(request)
@@ -734,11 +734,11 @@ class Admission:
         counters.hit_tokens += hit.depth
         self._journal.write(now, EventKind.ADMIT, request.id, hit.depth, to_compute)
 
-    def _num_missing_tokens(self, request: Request) -> int:
+    def _num_missing_tokens(self, request: TrackedRequest) -> int:
         """Tokens of an admitted prompt that no pass computes yet."""
         return request.num_tokens - int(self._memory.slots.computed[request.slot])
 
-    def _plan_chunk(self, request: Request, limit: int, now: Now) -> None:
+    def _plan_chunk(self, request: TrackedRequest, limit: int, now: Now) -> None:
         """Adds tokens of an admitted prompt to the pass until it has `limit` of them there; fewer if the budget or
         memory is short."""
         memory, slots, slot = self._memory, self._memory.slots, request.slot
@@ -773,7 +773,7 @@ class Admission:
         if self._config.prefix_wait and planned is None:
             self._hide_sharers(request, above, start, now)
 
-    def _skip_cached(self, request: Request, now: Now) -> None:
+    def _skip_cached(self, request: TrackedRequest, now: Now) -> None:
         """Skips what others have computed of an admitted prompt since its last chunk, and fetches from host memory."""
         memory = self._memory
         skipped = memory.extend_cached_prefix(request, now)
@@ -793,7 +793,7 @@ class Admission:
         shorter = max(max_tokens * context // (2 * (context + start)), 1)
         return min(max_tokens, -(-shorter // _TILE_TOKENS) * _TILE_TOKENS)
 
-    def _is_in_flight(self, request: Request, now: Now) -> bool:
+    def _is_in_flight(self, request: TrackedRequest, now: Now) -> bool:
         """Whether the pass being planned computes the next tokens of an admitted prompt for another request, enough of
         them to wait a step for."""
         memory, node = self._memory, self._memory.locked_nodes[request]
@@ -803,7 +803,7 @@ class Admission:
         ahead = memory.tree.find_end(node, request.key, end)
         return ahead is not None and ahead.resident and ahead.computed_step == now.step
 
-    def _hide_sharers(self, request: Request, above: Node, start: int, now: Now) -> None:
+    def _hide_sharers(self, request: TrackedRequest, above: Node, start: int, now: Now) -> None:
         """Requests that share enough of what `request` computes from token `start` on, in this pass or later, wait.
 
         Only in passes in which it gets a chunk: then no other request could compute the prefix sooner, since each may

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 
 from paceline.config import SchedulerConfig
-from paceline.request import Request
 from paceline.scheduler.now import Now
 from paceline.scheduler.policies import BasePolicy, FcfsPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _FACTOR = 1.5  # of the bound: device time for younger requests is at most half of that for older ones
 _MAX_TRIED = 16  # overdue requests that are looked at when the first ones cannot be admitted in this step
@@ -41,18 +41,18 @@ class AgingPolicy(BasePolicy):
         self._allowance = allowance  # device time that younger requests may have ahead of one that arrives now
         self._given_s = 0.0
         self._limits = GivenLimits()
-        self._charged: dict[Request, tuple[float, int]] = {}  # predicted time, youngest request at that time
+        self._charged: dict[TrackedRequest, tuple[float, int]] = {}  # predicted time, youngest request at that time
         self._num_passed = 0  # requests admitted ahead of an older overdue one since an overdue one was admitted
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         self._limits.append(request, self._given_s + self._allowance())
         self._inner.add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         self._limits.discard(request)
         self._inner.remove(request)
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         chosen = self._inner.next(now)
         if self._num_passed < _MAX_PASSED and now.step - self._tree.needed_evicted_step <= _SHORT_STEPS:
             return chosen
@@ -63,7 +63,7 @@ class AgingPolicy(BasePolicy):
                 return overdue
         return chosen
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         oldest = next(self._limits.reached(self._given_s), None)
         self._num_passed = 0 if oldest is None or request.number <= oldest.number else self._num_passed + 1
         self._charged[request] = request.predicted_s, self._limits.last_number
@@ -72,7 +72,7 @@ class AgingPolicy(BasePolicy):
         # overdue. The cluster that was interrupted is resident, so the policy returns to it.
         self._inner.on_admitted(request, num_tokens, now)
 
-    def on_served(self, request: Request, seconds: float) -> None:
+    def on_served(self, request: TrackedRequest, seconds: float) -> None:
         if request in self._charged:
             predicted, last = self._charged.pop(request)
             self._charge(request, seconds - predicted, last)
@@ -80,7 +80,7 @@ class AgingPolicy(BasePolicy):
     def end_step(self) -> None:
         self._inner.end_step()
 
-    def _charge(self, request: Request, seconds: float, last: int) -> None:
+    def _charge(self, request: TrackedRequest, seconds: float, last: int) -> None:
         """Gives `seconds` to a request that was admitted when the youngest one had the number `last`."""
         self._given_s += seconds
         self._limits.move(request.number, _FACTOR * seconds)
@@ -102,7 +102,7 @@ class GivenLimits:
         """The arrival number of the youngest request."""
         return self._numbers[-1] if self._numbers else 0
 
-    def append(self, request: Request, limit: float) -> None:
+    def append(self, request: TrackedRequest, limit: float) -> None:
         if len(self._requests) == self._size:
             self._rebuild([(self._requests[at], self._limit(at)) for at in self._positions.values()])
         position = self._place(request)
@@ -111,7 +111,7 @@ class GivenLimits:
         self._low[position + self._size] = limit - self._limit(position)
         self._update_above(position + self._size)
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: TrackedRequest) -> None:
         position = self._positions.pop(request)
         self._low[position + self._size] = math.inf
         self._update_above(position + self._size)
@@ -132,7 +132,7 @@ class GivenLimits:
             node >>= 1
             low[node] = (older if older < younger else younger) + moved[node]
 
-    def reached(self, given_s: float) -> Iterator[Request]:
+    def reached(self, given_s: float) -> Iterator[TrackedRequest]:
         """Requests whose limit is not above `given_s`, oldest first."""
         stack = [(1, 0.0)]
         while stack:
@@ -145,7 +145,7 @@ class GivenLimits:
                 moved += self._moved[node]
                 stack += [(2 * node + 1, moved), (2 * node, moved)]
 
-    def _place(self, request: Request) -> int:
+    def _place(self, request: TrackedRequest) -> int:
         position = self._positions[request] = len(self._requests)
         self._requests.append(request)
         self._numbers.append(request.number)
@@ -169,14 +169,14 @@ class GivenLimits:
                 return  # as before, so nothing changes further up
             low[node] = lowest
 
-    def _rebuild(self, limits: list[tuple[Request, float]]) -> None:
+    def _rebuild(self, limits: list[tuple[TrackedRequest, float]]) -> None:
         """Starts over with these alone, and space for as many again."""
         self._size = max(64, 1 << (2 * len(limits)).bit_length())
         self._low = [math.inf] * (2 * self._size)
         self._moved = [0.0] * (2 * self._size)
-        self._requests: list[Request] = []  # by position; also those that have left
+        self._requests: list[TrackedRequest] = []  # by position; also those that have left
         self._numbers: list[int] = []  # their arrival numbers, ascending
-        self._positions: dict[Request, int] = {}
+        self._positions: dict[TrackedRequest, int] = {}
         for request, limit in limits:
             self._low[self._place(request) + self._size] = limit
         for node in range(self._size - 1, 0, -1):

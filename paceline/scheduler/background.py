@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from paceline.request import Request
 from paceline.scheduler.fair import FairPolicy, TenantState
 from paceline.scheduler.now import Now
 from paceline.scheduler.policies import Policy
 from paceline.scheduler.prefix_tree import PrefixTree
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class BackgroundPolicy:
@@ -29,13 +29,13 @@ class BackgroundPolicy:
         self._names = frozenset(names)
         self._is_hidden = False  # what waits for the background tenants, for the rest of this step
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         self._of(request).add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         self._of(request).remove(request)
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         if not self._tree.num_foreground:
             return None if self._is_hidden else self.background.next(now)
         if self._walks_tree and not self._is_hidden:
@@ -45,16 +45,16 @@ class BackgroundPolicy:
                     self._tree.hide(top)
         return self.foreground.next(now)
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         self._of(request).on_admitted(request, num_tokens, now)
 
     def charge(self, tenant: str, num_tokens: float) -> None:
         (self.background if tenant in self._names else self.foreground).charge(tenant, num_tokens)
 
-    def on_released(self, request: Request) -> None:
+    def on_released(self, request: TrackedRequest) -> None:
         self._of(request).on_released(request)
 
-    def on_served(self, request: Request, seconds: float) -> None:
+    def on_served(self, request: TrackedRequest, seconds: float) -> None:
         self._of(request).on_served(request, seconds)
 
     def end_step(self) -> None:
@@ -62,7 +62,7 @@ class BackgroundPolicy:
         self.foreground.end_step()
         self.background.end_step()
 
-    def _of(self, request: Request) -> Policy:
+    def _of(self, request: TrackedRequest) -> Policy:
         return self.background if request.background else self.foreground
 
 

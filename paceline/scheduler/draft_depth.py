@@ -24,9 +24,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import Request
 from paceline.scheduler.plan import DRAFT_DEPTHS, Plan
 from paceline.scheduler.step_time import StepTime
+from paceline.scheduler.tracked_request import TrackedRequest
 
 MAX_ROWS = 64  # with more rows a pass is too close to the limit of compute for drafts to pay
 MAX_GRAMMAR_ROWS = 16  # with a grammar: the host computes a mask for each row and draft, in the time of a pass
@@ -56,7 +56,7 @@ class NgramMatcher:
 
     __slots__ = ("_accepted", "_index", "_key", "_num_seen", "_predicted", "_rate", "rate")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: TrackedRequest) -> None:
         self._index: dict[int, int] = {}  # two tokens, as one integer -> the next
         self._key = 0  # the last two tokens
         # Output tokens that it has seen; negative: so many tokens of draft source and prompt are missing.
@@ -74,7 +74,7 @@ class NgramMatcher:
             self.rate *= min(_MAX_BETTER, self._accepted / max(self._predicted, _LOWEST_RATE))
             self.rate = min(1.0, self.rate)
 
-    def catch_up(self, request: Request, limit: int) -> int:
+    def catch_up(self, request: TrackedRequest, limit: int) -> int:
         """Takes the tokens that are new, at most `limit` of a backlog. Returns how many of a backlog it took."""
         num_new = len(request.output) - self._num_seen
         if self._num_seen < 0 or num_new > _MAX_JUDGED:
@@ -98,7 +98,7 @@ class NgramMatcher:
         self._key, self._rate, self._num_seen = key, rate, len(output)
         return num_right
 
-    def _index_backlog(self, request: Request, limit: int) -> int:
+    def _index_backlog(self, request: TrackedRequest, limit: int) -> int:
         tokens = np.concatenate([request.draft_source, request.prompt, np.array(request.output, np.int32)])
         begin = len(tokens) - len(request.output) + self._num_seen
         end = min(begin + limit, len(tokens))
@@ -110,7 +110,7 @@ class NgramMatcher:
         self._num_seen += end - begin
         return end - begin
 
-    def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def observe_drafts(self, request: TrackedRequest, num_drafts: int, num_accepted: int) -> None:
         """The last 1 + `num_accepted` tokens of the output are of a pass that verified so many drafts."""
         num_new = len(request.output) - self._num_seen
         if self._num_seen < 0 or num_new > _MAX_JUDGED:  # a backlog
@@ -131,11 +131,11 @@ class ModelAcceptance:
     def __init__(self, rate: float) -> None:
         self.rate = rate
 
-    def catch_up(self, request: Request, limit: int) -> int:
+    def catch_up(self, request: TrackedRequest, limit: int) -> int:
         self.rate = _forgiven(self.rate)
         return 0
 
-    def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def observe_drafts(self, request: TrackedRequest, num_drafts: int, num_accepted: int) -> None:
         self.rate = _observed(self.rate, num_drafts, num_accepted, _STEP)
 
 
@@ -186,7 +186,7 @@ class DraftDepth:
     def __init__(self, max_drafts: int, *, has_model: bool = False) -> None:
         """has_model: drafts come from a draft model."""
         self._depths = [depth for depth in DRAFT_DEPTHS if depth <= max_drafts]
-        self._matchers: dict[Request, NgramMatcher | ModelAcceptance] = {}
+        self._matchers: dict[TrackedRequest, NgramMatcher | ModelAcceptance] = {}
         self._model_rate = _MODEL_RATE if has_model else None  # with which new requests begin
         # By rows, rounded up to a power of two, depth, and whether some row has a grammar.
         self._times: dict[tuple[int, int, bool], _PassTimes] = {}
@@ -194,7 +194,7 @@ class DraftDepth:
         self._depth = 0  # of the last pass
         self._next_row = 0  # whose estimate is updated next
 
-    def choose(self, requests: Sequence[Request]) -> int:
+    def choose(self, requests: Sequence[TrackedRequest]) -> int:
         """The drafts per row of a decode batch of these requests."""
         self._num_passes += 1
         if self._model_rate is not None:
@@ -202,7 +202,7 @@ class DraftDepth:
         self._depth = self._choose(requests)
         return self._depth
 
-    def _choose(self, requests: Sequence[Request]) -> int:
+    def _choose(self, requests: Sequence[TrackedRequest]) -> int:
         if len(requests) > MAX_ROWS:
             return 0  # matchers stay, for a batch that shrinks again: indexing 64 prompts takes milliseconds
         has_grammar = _has_grammar(requests)
@@ -214,7 +214,7 @@ class DraftDepth:
             return 0
         return self._most_profitable(np.array(rates), has_grammar)
 
-    def _catch_up(self, requests: Sequence[Request]) -> None:
+    def _catch_up(self, requests: Sequence[TrackedRequest]) -> None:
         """Updates some of the estimates, in turns: looking at 64 rows in every pass takes longer than at four times the
         tokens in every fourth."""
         budget, matchers = _INDEX_TOKENS, self._matchers
@@ -226,7 +226,7 @@ class DraftDepth:
                 matcher = matchers[request] = self._new_matcher(request)
             budget -= matcher.catch_up(request, budget)
 
-    def _new_matcher(self, request: Request) -> NgramMatcher | ModelAcceptance:
+    def _new_matcher(self, request: TrackedRequest) -> NgramMatcher | ModelAcceptance:
         if self._model_rate is None:
             return NgramMatcher(request)
         return ModelAcceptance(_SOURCE_RATE if len(request.draft_source) else self._model_rate)
@@ -255,7 +255,7 @@ class DraftDepth:
         return self._times[key]
 
     def observe_pass(
-        self, plan: Plan, requests: Sequence[Request], depth: int, seconds: float, model: StepTime
+        self, plan: Plan, requests: Sequence[TrackedRequest], depth: int, seconds: float, model: StepTime
     ) -> None:
         """A decode batch of these requests with `depth` drafts per row took so long."""
         if depth in (0, *self._depths) and plan.num_decodes <= MAX_ROWS:  # not where all rows are about to end
@@ -266,7 +266,7 @@ class DraftDepth:
                 times = self._times_of(plan.num_decodes, depth, has_grammar)
                 times.observe(seconds / expected, self._num_passes)
 
-    def observe_drafts(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+    def observe_drafts(self, request: TrackedRequest, num_drafts: int, num_accepted: int) -> None:
         """A pass whose rows were to have drafts had so many of this request; its tokens are committed."""
         matcher = self._matchers.get(request)
         if matcher is not None:
@@ -274,9 +274,9 @@ class DraftDepth:
         if self._model_rate is not None:
             self._model_rate = _observed(self._model_rate, num_drafts, num_accepted, _STEP)
 
-    def forget(self, request: Request) -> None:
+    def forget(self, request: TrackedRequest) -> None:
         self._matchers.pop(request, None)
 
 
-def _has_grammar(requests: Sequence[Request]) -> bool:
+def _has_grammar(requests: Sequence[TrackedRequest]) -> bool:
     return any(request.params.grammar is not None for request in requests)

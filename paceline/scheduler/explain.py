@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from paceline.config import SchedulerConfig
-from paceline.request import Phase, Request
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.memory import Memory
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 
 
 class WaitingFor(NamedTuple):
@@ -17,7 +17,7 @@ class WaitingFor(NamedTuple):
     clause: str  # with its values, and what must happen first
 
 
-def waiting_for(request: Request, config: SchedulerConfig, memory: Memory, admission: Admission) -> WaitingFor:
+def waiting_for(request: TrackedRequest, config: SchedulerConfig, memory: Memory, admission: Admission) -> WaitingFor:
     """The one answer for the sentence of a request, its row on the pages and the counts above the rows. What keeps
     every request out comes first: while it lasts, no request is tried, and what was last found about one is old."""
     num_free = memory.slots.num_free
@@ -39,7 +39,7 @@ def waiting_for(request: Request, config: SchedulerConfig, memory: Memory, admis
     return WaitingFor(request.wait_reason, request.wait_reason)
 
 
-def explain(request: Request, config: SchedulerConfig, memory: Memory, admission: Admission) -> str:
+def explain(request: TrackedRequest, config: SchedulerConfig, memory: Memory, admission: Admission) -> str:
     """Of a request that has not finished."""
     if request.phase is Phase.DECODING or (request.slot is None and request.phase is not Phase.WAITING):
         return f"Request {request.id} is decoding: {len(request.output)} of at most {request.max_tokens} tokens."

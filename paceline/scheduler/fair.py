@@ -5,11 +5,11 @@ from __future__ import annotations
 from heapq import heappop, heappush, heapreplace
 
 from paceline.config import SchedulerConfig
-from paceline.request import Request
 from paceline.scheduler.aging import with_aging
 from paceline.scheduler.now import Now
 from paceline.scheduler.policies import BasePolicy, DepthFirstPolicy, Policy
 from paceline.scheduler.prefix_tree import PrefixTree
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _MAX_IDLE = 2048  # tenants that are kept without looking for idle ones
 
@@ -56,7 +56,7 @@ class FairPolicy(BasePolicy):
         self._skipped: dict[TenantState, None] = {}  # all of whose requests are skipped or hidden
         self._asked: set[TenantState] = set()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
         self._activate(tenant)
         if not tenant.num_waiting:
@@ -64,13 +64,13 @@ class FairPolicy(BasePolicy):
         tenant.num_waiting += 1
         tenant.policy.add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         tenant = self.tenants[request.tenant]
         tenant.num_waiting -= 1
         tenant.policy.remove(request)
         self._maybe_idle(tenant)
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         while True:
             tenant = self._turn
             if tenant is None or not tenant.num_waiting or tenant.service >= self._level:
@@ -87,19 +87,19 @@ class FairPolicy(BasePolicy):
             self._skipped[tenant] = None
             self._turn = None
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         tenant = self.tenants.get(request.tenant) or self._new_tenant(request.tenant)
         self._activate(tenant)  # if a retracted request is all that it has
         tenant.num_running += 1
         if request.queued:
             tenant.policy.on_admitted(request, num_tokens, now)
 
-    def on_released(self, request: Request) -> None:
+    def on_released(self, request: TrackedRequest) -> None:
         tenant = self.tenants[request.tenant]
         tenant.num_running -= 1
         self._maybe_idle(tenant)
 
-    def on_served(self, request: Request, seconds: float) -> None:
+    def on_served(self, request: TrackedRequest, seconds: float) -> None:
         self.tenants[request.tenant].policy.on_served(request, seconds)
 
     def charge(self, tenant: str, num_tokens: float) -> None:

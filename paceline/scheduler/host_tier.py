@@ -241,14 +241,15 @@ class HostTier:
         """Frees the pages of a transfer: nothing writes them any more."""
         self.pool.free(self.reserved.pop(name).pages)
 
-    def place(self, name: str, key: bytes) -> int:
+    def place(self, name: str) -> int:
         """Makes received pages part of the tree. Returns how many: those that are cached by now are freed."""
         one, tree = self.reserved.pop(name), self._tree
         if one.is_void:
             self.pool.free(one.pages)
             return 0
-        above, _ = tree.insert_path(one.request, key, one.first_page)
-        end, _ = tree.insert_path(one.request, key, one.end_page)
+        namespace, key = one.request.namespace, one.request.keys.tobytes()
+        above, _ = tree.insert_path(namespace, key, one.first_page)
+        end, _ = tree.insert_path(namespace, key, one.end_page)
         count, node = 0, end
         while node is not above:
             stop = node.depth // tree.page_size - one.first_page

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.request import Phase, Request
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.eviction import is_evictable_leaf
 from paceline.scheduler.memory import Memory
@@ -19,13 +18,14 @@ from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import TOKEN_BYTES
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, MAX_RETRACTIONS, is_protected
 from paceline.scheduler.running_set import RunningSet
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 
 
 class SchedulerState(Protocol):
     """What the checks read of a `Scheduler`, which imports this module."""
 
     @property
-    def requests(self) -> Mapping[str, Request]: ...
+    def requests(self) -> Mapping[str, TrackedRequest]: ...
 
     @property
     def memory(self) -> Memory: ...
@@ -37,7 +37,7 @@ class SchedulerState(Protocol):
     def admission(self) -> Admission: ...
 
     @property
-    def sampled_in_flight(self) -> list[tuple[Request, ...]]: ...
+    def sampled_in_flight(self) -> list[tuple[TrackedRequest, ...]]: ...
 
 
 class BrokenInvariant(AssertionError):

@@ -29,6 +29,7 @@ from paceline.scheduler.page_pool import NO_PAGES, PagePool, Pages
 from paceline.scheduler.plan import Column
 from paceline.scheduler.prefix_tree import PrefixTree
 from paceline.scheduler.slots import Slots
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class PinError(PacelineError, ValueError):
@@ -59,18 +60,18 @@ class Memory:
         self.adapters = AdapterSlots(config.adapter_slots)
         self.pins: dict[str, Pin] = {}
         # The deepest node that each running request has locked; its private pages begin below.
-        self.locked_nodes: dict[Request, Node] = {}
+        self.locked_nodes: dict[TrackedRequest, Node] = {}
         # Prompts of requests that left before all pages were copied to another engine: locked until `release_hold`.
         self.holds: dict[str, Node] = {}
         self.num_promised_pages = 0  # of all running requests at full length, as if they shared nothing
-        self._duplicates: list[Request] = []  # rows that computed what the tree already had
+        self._duplicates: list[TrackedRequest] = []  # rows that computed what the tree already had
 
     # ------------------------------------------------------------------ queries
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def full_pages(self, request: Request) -> int:
+    def full_pages(self, request: TrackedRequest) -> int:
         """Pages of a request that runs to its full length."""
         return self.pages_for(len(request.prompt) + request.max_tokens)
 
@@ -83,7 +84,7 @@ class Memory:
     def num_available_pages(self) -> int:
         return self.pool.num_free + self.tree.num_evictable_pages
 
-    def num_cacheable_pages(self, request: Request) -> int:
+    def num_cacheable_pages(self, request: TrackedRequest) -> int:
         """Pages of a request that may come from the tree: its last token must be fed to get logits."""
         if not self._config.prefix_cache:
             return 0
@@ -92,7 +93,7 @@ class Memory:
             end = min(end, request.compute_from)
         return end // self.page_size
 
-    def num_cacheable_tokens(self, request: Request) -> int:
+    def num_cacheable_tokens(self, request: TrackedRequest) -> int:
         return self.num_cacheable_pages(request) * self.page_size
 
     # ------------------------------------------------------------------ pages change hands
@@ -111,26 +112,26 @@ class Memory:
                 self._journal.write(now, EventKind.SPILL, "", spilled, forgotten)
         return self.pool.allocate(count)
 
-    def lock_prefix(self, request: Request, node: Node) -> None:
+    def lock_prefix(self, request: TrackedRequest, node: Node) -> None:
         """Locks the cached prefix of `request`. Its pages are no longer evictable, so count available pages after."""
         self.tree.lock(request, node)
         self.locked_nodes[request] = node
 
-    def unlock_prefix(self, request: Request) -> None:
+    def unlock_prefix(self, request: TrackedRequest) -> None:
         self.tree.unlock(request, self.locked_nodes.pop(request))
 
-    def start_row(self, request: Request) -> int:
+    def start_row(self, request: TrackedRequest) -> int:
         """Gives `request` a slot whose row begins with the pages of its locked prefix."""
         node = self.locked_nodes[request]
         slot = self.slots.acquire(request)
-        request.key = token_key(request)
+        request.key = prefix_key(request)
         self.num_promised_pages += self.full_pages(request)
         self.slots.append_pages(slot, self.tree.path_pages(node))
         self.slots.computed[slot] = node.depth
         self.slots.num_prefix_pages[slot] = self.slots.num_pages[slot]
         return slot
 
-    def extend_cached_prefix(self, request: Request, now: Now) -> int:
+    def extend_cached_prefix(self, request: TrackedRequest, now: Now) -> int:
         """Skips what other requests have computed of a partly computed prompt since. Returns the tokens skipped."""
 
         def cached(node: Node, end: int) -> tuple[Node, Pages] | None:
@@ -139,7 +140,7 @@ class Memory:
 
         return self._extend_prefix(request, cached)
 
-    def fetch(self, request: Request, host: HostTier, now: Now) -> int:
+    def fetch(self, request: TrackedRequest, host: HostTier, now: Now) -> int:
         """Fetches what follows the locked prefix of a partly computed prompt from host memory. Returns the tokens."""
 
         def fetched(node: Node, end: int) -> tuple[Node, Pages] | None:
@@ -156,7 +157,9 @@ class Memory:
             self._journal.write(now, EventKind.FETCH, request.id, count)
         return count
 
-    def _extend_prefix(self, request: Request, next_child: Callable[[Node, int], tuple[Node, Pages] | None]) -> int:
+    def _extend_prefix(
+        self, request: TrackedRequest, next_child: Callable[[Node, int], tuple[Node, Pages] | None]
+    ) -> int:
         """Extends the locked prefix of a prompt by `next_child` until it returns None. Returns the tokens."""
         slot, node = request.slot, self.locked_nodes[request]
         assert slot is not None, f"request {request.id} is not running"
@@ -174,7 +177,7 @@ class Memory:
             self.slots.computed[slot] = node.depth
         return node.depth - before
 
-    def tokens_before_fetch(self, request: Request, host: HostTier) -> int:
+    def tokens_before_fetch(self, request: TrackedRequest, host: HostTier) -> int:
         """Prompt tokens to compute before host memory again has enough to wait for the next plan."""
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
@@ -182,7 +185,7 @@ class Memory:
         at = host.next_fetch(self.locked_nodes[request], request.key, start, end)
         return request.num_tokens if at is None else at - start
 
-    def ensure_pages(self, request: Request, num_tokens: int, now: Now) -> None:
+    def ensure_pages(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         """Makes the row of `request` long enough for `num_tokens` positions."""
         slot = request.slot
         assert slot is not None, f"request {request.id} is not running"
@@ -190,7 +193,7 @@ class Memory:
         if missing > 0:
             self.slots.append_pages(slot, self.allocate(missing, now))
 
-    def needs_page(self, request: Request) -> bool:
+    def needs_page(self, request: TrackedRequest) -> bool:
         """Whether the next token of a running request needs another page."""
         return bool(self.slots.computed[request.slot] >= self.slots.capacity[request.slot])
 
@@ -198,7 +201,7 @@ class Memory:
         """Adds one page to each of `slots`."""
         self.slots.append_page_each(slots, self.allocate(len(slots), now))
 
-    def insert_prompt(self, request: Request, now: Now) -> Node:
+    def insert_prompt(self, request: TrackedRequest, now: Now) -> Node:
         """Inserts the prompt pages that the pass being planned completes into the tree. Returns the node above them."""
         slot, node = request.slot, self.locked_nodes[request]
         assert slot is not None, f"request {request.id} is not running"
@@ -224,7 +227,7 @@ class Memory:
                 self._insert_computed(request, end, now)
         return bool(duplicates)
 
-    def release(self, request: Request, num_valid: int, now: Now) -> int:
+    def release(self, request: TrackedRequest, num_valid: int, now: Now) -> int:
         """Frees the row. Whole pages of its first `num_valid` positions stay in the tree, evictable.
 
         Returns how many pages became free or evictable.
@@ -233,7 +236,7 @@ class Memory:
         assert slot is not None, f"request {request.id} released its memory twice"
         before = self.num_available_pages
         if self._config.prefix_cache:
-            request.key = token_key(request)
+            request.key = prefix_key(request)
             self._insert_computed(request, num_valid // self.page_size * self.page_size, now)
         self.pool.free(self.slots.row(slot)[self.locked_nodes[request].depth // self.page_size :])
         if request.is_exported:
@@ -249,7 +252,7 @@ class Memory:
         request.key = b""
         return self.num_available_pages - before
 
-    def _insert_computed(self, request: Request, end: int, now: Now) -> None:
+    def _insert_computed(self, request: TrackedRequest, end: int, now: Now) -> None:
         """Inserts the computed pages of a row up to token `end`; where the tree has a copy, remaps the row to it."""
         slot, node = request.slot, self.locked_nodes[request]
         assert slot is not None, f"request {request.id} is not running"
@@ -279,7 +282,7 @@ class Memory:
         if node is not None:
             self.tree.unlock(None, node)
 
-    def exported_pages(self, request: Request) -> Pages:
+    def exported_pages(self, request: TrackedRequest) -> Pages:
         """The pages, from the first on, of what has been planned of the prompt of a request. Its slot, or a hold, keeps
         them; without either there are none."""
         if request.slot is not None:
@@ -289,15 +292,21 @@ class Memory:
 
     # ------------------------------------------------------------------ pages of another engine
 
+    def num_missing_tokens(self, request: TrackedRequest) -> int:
+        """Tokens that may come from the tree or from host memory, and are in neither."""
+        end = self.num_cacheable_tokens(request)
+        return end - self.tree.match_held(request.namespace, prefix_key(request), end)
+
     def reserve(self, name: str, request: Request, step: int) -> Reservation | None:
         """Reserves host pages for what is not cached here of a prompt. None: there is nothing to send, or no space."""
-        end = self.num_cacheable_pages(request)
-        held = self.tree.match_held(request.namespace, token_key(request), end * self.page_size) // self.page_size
+        probe = TrackedRequest(request)
+        end = self.num_cacheable_pages(probe)
+        held = end - self.num_missing_tokens(probe) // self.page_size
         if self.host is None or held >= end:
             return None
         return self.host.reserve(name, request, held, end, step)
 
-    def _set_locked_node(self, request: Request, node: Node) -> None:
+    def _set_locked_node(self, request: TrackedRequest, node: Node) -> None:
         self.locked_nodes[request] = node
         self.slots.num_prefix_pages[request.slot] = node.depth // self.page_size
 
@@ -307,11 +316,11 @@ class Memory:
     def num_pinned_pages(self) -> int:
         return sum(pin.num_pages for pin in self.pins.values())
 
-    def pin(self, name: str, probe: Request, expires: float, step: int) -> int:
+    def pin(self, name: str, probe: TrackedRequest, expires: float, step: int) -> int:
         """Keeps the resident prefix of `probe.prompt` from eviction until `expires`. Returns its number of tokens."""
         if name in self.pins:
             raise PinError(f"a pin named {name!r} exists: unpin it first or choose another name.")
-        node, key = self.tree.namespace(probe), token_key(probe)
+        node, key = self.tree.namespace(probe.namespace), prefix_key(probe)
         end = len(probe.prompt) // self.page_size * self.page_size
         while (child := self.tree.match_child(node, key, end, step)) is not None:
             node = child
@@ -338,11 +347,11 @@ class Memory:
 
     # ------------------------------------------------------------------ NaN
 
-    def first_unproven(self, request: Request) -> Node | None:
+    def first_unproven(self, request: TrackedRequest) -> Node | None:
         """The first node that `request` has read, or computed, and from which no token was sampled yet."""
         locked = self.locked_nodes.get(request)  # none if it was released while its last token was in flight
         end = request.num_tokens if locked is None else locked.depth
-        node, key = self.tree.namespace(request), token_key(request)
+        node, key = self.tree.namespace(request.namespace), prefix_key(request)
         while (found := self.tree.find_child(node, key, end)) is not None:
             node, common = found
             if node.unproven and (node.resident or len(node.host_pages)):
@@ -352,7 +361,7 @@ class Memory:
         self.tree.prune(node)
         return None
 
-    def num_proven(self, request: Request) -> int | None:
+    def num_proven(self, request: TrackedRequest) -> int | None:
         """How much of what a running request has read is free of NaN for certain, if others computed what follows."""
         node: Node | None = self.locked_nodes[request]
         first = None
@@ -362,7 +371,7 @@ class Memory:
             node = node.parent
         return None if first is None or first.unproven == request.number else first.start
 
-    def holders(self, top: Node) -> list[Request]:
+    def holders(self, top: Node) -> list[TrackedRequest]:
         """Running requests that read `top`, or something below it."""
         return [request for request, node in self.locked_nodes.items() if self.tree.is_below(node, top)]
 
@@ -403,6 +412,6 @@ class Memory:
         return count
 
 
-def token_key(request: Request) -> bytes:
-    """Prompt and known output as the bytes that the tree compares."""
-    return request.prompt.tobytes() + request.output.tobytes()
+def prefix_key(request: TrackedRequest) -> bytes:
+    """The keys of prompt and known output as the bytes that the tree compares: four for each token."""
+    return request.keys.tobytes() + request.output.tobytes()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Protocol
 
-from paceline.request import Request
 from paceline.scheduler.page_pool import NO_PAGES, Pages
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _GHOST_RANK = 1 << 40  # a ghost ranks behind every resident sibling, however many requests wait below it
 
@@ -68,7 +68,7 @@ class Node:
         # Number of the request that computed it, until a token was sampled from it: it contains no NaN. Then 0.
         self.unproven = 0
         self.locks = 0
-        self.holder: Request | None = None  # the request that locked it first, as long as no other has
+        self.holder: TrackedRequest | None = None  # the request that locked it first, as long as no other has
         self.last_used = 0
         self.uses = 0
         self.value = 0.0  # under cost-aware eviction
@@ -76,7 +76,7 @@ class Node:
         self.num_resident_children = 0
         self.num_waiting = 0  # requests that wait at or below this node and are visible in this step
         self.num_waiting_resident = 0  # of these, below resident children
-        self.waiters: list[tuple[int, Request]] = []  # heap by arrival; entries may be stale
+        self.waiters: list[tuple[int, TrackedRequest]] = []  # heap by arrival; entries may be stale
         self.queue: list[tuple[int, int, int, Node]] = []  # heap of children by rank; entries may be stale
         self.hidden = False  # in this step, because the pass being planned computes it
         self.num_waiting_here = 0  # requests whose path ends exactly here, visible or not

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import FinishReason, Request, SamplingParams, Tokens
+from paceline.request import FinishReason, SamplingParams, Tokens
+from paceline.scheduler.tracked_request import TrackedRequest
 
 Column = npt.NDArray[np.int32]
 
@@ -36,7 +37,7 @@ class Join:
     adapter_slot: int | None = None  # where its adapter is; None: it uses the base model
 
     @classmethod
-    def of(cls, request: Request, slot: int, adapter_slot: int | None = None) -> Join:
+    def of(cls, request: TrackedRequest, slot: int, adapter_slot: int | None = None) -> Join:
         return cls(
             slot,
             request.id,
@@ -44,8 +45,8 @@ class Join:
             len(request.prompt),
             request.params,
             tuple(sorted(request.stop_ids)),
-            request.bad_word_ids,
-            request.pooling,
+            request.request.bad_word_ids,
+            request.request.pooling,
             request.namespace,
             len(request.prompt) + request.max_tokens,
             request.draft_source,
@@ -138,7 +139,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    request: Request
+    request: TrackedRequest
     reason: FinishReason
 
 
@@ -149,7 +150,7 @@ class Updates:
     A request that got several tokens in one pass appears several times, in order.
     """
 
-    requests: tuple[Request, ...]
+    requests: tuple[TrackedRequest, ...]
     tokens: Column
     finished: tuple[Finished, ...]
     # Sampling rows without a token: the logits contain NaN, or the request ended or is computed again

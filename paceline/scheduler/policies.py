@@ -13,34 +13,34 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush, nsmallest
 from typing import Protocol
 
-from paceline.request import Request
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
 from paceline.scheduler.prefix_tree import PrefixTree
+from paceline.scheduler.tracked_request import TrackedRequest
 
 MAX_OVERTAKES_BY_RATIO = 15  # policy hrrn: requests admitted before the oldest one for their higher ratio
 
 
 class Policy(Protocol):
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         """`request` begins to wait."""
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         """`request` was admitted or has ended. Called once `request.queued` is false."""
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         """The best candidate that is not skipped in this step."""
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         """`request` was admitted and has `num_tokens` to compute. Called while it is still queued."""
 
     def charge(self, tenant: str, num_tokens: float) -> None:
         """Tokens are computed for a tenant, in units of prompt tokens."""
 
-    def on_released(self, request: Request) -> None:
+    def on_released(self, request: TrackedRequest) -> None:
         """A running request released its slot."""
 
-    def on_served(self, request: Request, seconds: float) -> None:
+    def on_served(self, request: TrackedRequest, seconds: float) -> None:
         """A request that was admitted has finished or is retracted; it took so much device time."""
 
     def end_step(self) -> None:
@@ -50,19 +50,19 @@ class Policy(Protocol):
 class BasePolicy:
     """The notifications that most policies ignore."""
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         pass
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         pass
 
     def charge(self, tenant: str, num_tokens: float) -> None:
         pass
 
-    def on_released(self, request: Request) -> None:
+    def on_released(self, request: TrackedRequest) -> None:
         pass
 
-    def on_served(self, request: Request, seconds: float) -> None:
+    def on_served(self, request: TrackedRequest, seconds: float) -> None:
         pass
 
     def end_step(self) -> None:
@@ -72,23 +72,23 @@ class BasePolicy:
 class KeyPolicy(BasePolicy):
     """Smallest key first; the key is fixed on arrival. Equal keys are served in order of arrival."""
 
-    def __init__(self, key: Callable[[Request], float]) -> None:
+    def __init__(self, key: Callable[[TrackedRequest], float]) -> None:
         self._key = key
-        self._heap: list[tuple[float, int, Request]] = []
-        self._skipped: list[tuple[float, int, Request]] = []
+        self._heap: list[tuple[float, int, TrackedRequest]] = []
+        self._skipped: list[tuple[float, int, TrackedRequest]] = []
         self._num_queued = 0
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         self._num_queued += 1
         heappush(self._heap, (self._key(request), request.number, request))
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         self._num_queued -= 1
         if len(self._heap) > 64 + 2 * self._num_queued:  # mostly aborted requests that never reached the top
             self._heap = [entry for entry in self._heap if entry[2].queued]
             heapify(self._heap)
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         heap = self._heap
         while heap:
             request = heap[0][2]
@@ -100,7 +100,7 @@ class KeyPolicy(BasePolicy):
                 return request
         return None
 
-    def first(self, count: int) -> list[Request]:
+    def first(self, count: int) -> list[TrackedRequest]:
         """The next `count` requests in order of admission. Call it between two steps."""
         # A request that was queued twice has two entries.
         found = nsmallest(count, {entry[1]: entry for entry in self._heap if entry[2].queued}.values())
@@ -130,30 +130,30 @@ class ResponseRatioPolicy(BasePolicy):
     ratio, so only the heads of a few dozen classes are compared.
     """
 
-    def __init__(self, service_s: Callable[[Request], float]) -> None:
+    def __init__(self, service_s: Callable[[TrackedRequest], float]) -> None:
         self._service_s = service_s
         self._classes: dict[int, FcfsPolicy] = {}
-        self._class_of: OrderedDict[Request, int] = OrderedDict()  # in order of arrival
+        self._class_of: OrderedDict[TrackedRequest, int] = OrderedDict()  # in order of arrival
         self._num_overtakes = 0  # admissions since that of the oldest request
 
     @property
-    def _oldest(self) -> Request | None:
+    def _oldest(self) -> TrackedRequest | None:
         return next(iter(self._class_of), None)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         number = self._class_of[request] = round(2 * math.log2(max(1e-6, self._service_s(request))))
         if number not in self._classes:
             self._classes[number] = FcfsPolicy()
         self._classes[number].add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: TrackedRequest) -> None:
         self._classes[self._class_of.pop(request)].remove(request)
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         if request.queued:
             self._num_overtakes = 0 if request is self._oldest else self._num_overtakes + 1
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         oldest = self._oldest
         if oldest is not None and not oldest.skipped and self._num_overtakes >= MAX_OVERTAKES_BY_RATIO:
             return oldest
@@ -184,10 +184,10 @@ class DepthFirstPolicy(BasePolicy):
         self._top = top
         self._cursor: Node = tree.root
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         pass
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         top = self._top()
         if top is None or not top.num_waiting:
             return None
@@ -197,7 +197,7 @@ class DepthFirstPolicy(BasePolicy):
             node = node.parent
         return _first_request(self._tree, node)
 
-    def on_admitted(self, request: Request, num_tokens: int, now: Now) -> None:
+    def on_admitted(self, request: TrackedRequest, num_tokens: int, now: Now) -> None:
         # Only an admission moves the cursor. A candidate that did not fit must not move it away from the cluster that
         # is being served.
         self._cursor = self._tree.waiting_nodes[request]
@@ -226,10 +226,10 @@ class LongestPrefixPolicy(BasePolicy):
         self._tree = tree
         self._skipped: list[tuple[int, int, Node]] = []
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         pass
 
-    def next(self, now: Now) -> Request | None:
+    def next(self, now: Now) -> TrackedRequest | None:
         tree = self._tree
         while tree.frontier:
             node = tree.frontier[0][2]
@@ -247,7 +247,7 @@ class LongestPrefixPolicy(BasePolicy):
         self._skipped.clear()
 
 
-def _first_request(tree: PrefixTree, node: Node) -> Request:
+def _first_request(tree: PrefixTree, node: Node) -> TrackedRequest:
     """The first visible request at `node`, else below it through its best child. There must be one."""
     while (request := tree.first_waiter(node)) is None:
         child = tree.first_visible_child(node)

@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 
 from paceline.config import SchedulerConfig
-from paceline.request import Request
 from paceline.scheduler.aging import with_aging
 from paceline.scheduler.background import BackgroundPolicy
 from paceline.scheduler.fair import FairPolicy
@@ -20,6 +19,7 @@ from paceline.scheduler.policies import (
     ResponseRatioPolicy,
 )
 from paceline.scheduler.prefix_tree import PrefixTree
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _TOKEN_S = 1e-5  # device time of a prompt token, before any was measured
 
@@ -42,10 +42,10 @@ def _make_policy(tree: PrefixTree, config: SchedulerConfig) -> Policy:
     themselves, and not under `priority`, where overtaking is what the caller asked for."""
     shuffle = random.Random(config.order_seed)
 
-    def expected(request: Request) -> float:
+    def expected(request: TrackedRequest) -> float:
         return request.expected_tokens if request.expected_tokens is not None else request.max_tokens
 
-    def service_s(request: Request) -> float:
+    def service_s(request: TrackedRequest) -> float:
         tokens = len(request.prompt) + config.output_weight * expected(request)
         return request.predicted_s or tokens * _TOKEN_S
 

@@ -25,11 +25,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import Request
+from paceline.request import Namespace
 from paceline.scheduler.eviction import EvictableLeaves
 from paceline.scheduler.kv_events import KvListener, Medium
 from paceline.scheduler.node import Node
 from paceline.scheduler.page_pool import NO_PAGES, Pages
+from paceline.scheduler.tracked_request import TrackedRequest
 
 TOKEN_BYTES = 4
 
@@ -57,7 +58,7 @@ class PrefixTree:
         self.num_locked_pages = 0
         self.num_exclusive_pages = 0  # of these, counted in `exclusive_pages` of the request that alone has locked them
         self.exclusive_pages: npt.NDArray[np.int64] = np.zeros(0, np.int64)  # by slot: the column of `Slots`
-        self.waiting_nodes: dict[Request, Node] = {}  # where the path of each waiting request ends
+        self.waiting_nodes: dict[TrackedRequest, Node] = {}  # where the path of each waiting request ends
         self.has_frontier = True  # only `LongestPrefixPolicy` reads it
         self.frontier: list[tuple[int, int, Node]] = []  # heap by depth of resident nodes that may have waiters
         self._ticks = 0
@@ -77,7 +78,7 @@ class PrefixTree:
     def num_evictable_pages(self) -> int:
         return self.num_pages - self.num_locked_pages
 
-    def match(self, namespace: tuple[str, str, str], key: bytes) -> int:
+    def match(self, namespace: Namespace, key: bytes) -> int:
         """Number of tokens of `key` that are resident. Changes nothing."""
         tenant, salt, adapter = namespace
         node = self.root.children.get(tenant)
@@ -92,7 +93,7 @@ class PrefixTree:
             node = child
         return 0
 
-    def match_held(self, namespace: tuple[str, str, str], key: bytes, end: int) -> int:
+    def match_held(self, namespace: Namespace, key: bytes, end: int) -> int:
         """Number of tokens of `key`, up to token `end`, that are resident or in host memory. Changes nothing."""
         tenant, salt, adapter = namespace
         node = self.root.children.get(tenant)
@@ -113,7 +114,7 @@ class PrefixTree:
             node = node.parent
         return node
 
-    def is_hidden(self, request: Request) -> bool:
+    def is_hidden(self, request: TrackedRequest) -> bool:
         """Whether a waiting request is hidden in this step, with others that wait for the same prefix."""
         return self.is_below_hidden(self.waiting_nodes[request])
 
@@ -161,7 +162,7 @@ class PrefixTree:
                 return child
         return None
 
-    def first_waiter(self, node: Node) -> Request | None:
+    def first_waiter(self, node: Node) -> TrackedRequest | None:
         """The oldest visible request whose path ends exactly at `node`."""
         waiters = node.waiters
         while waiters:
@@ -181,10 +182,10 @@ class PrefixTree:
 
     # ------------------------------------------------------------------ waiting requests
 
-    def enqueue(self, request: Request, key: bytes, num_pages: int) -> int:
+    def enqueue(self, request: TrackedRequest, key: bytes, num_pages: int) -> int:
         """Inserts the first `num_pages` pages of `key`, as ghosts where nothing is resident. Returns how many tokens of
         it are cached, or will be once the older waiting requests have run."""
-        node, known = self.insert_path(request, key, num_pages)
+        node, known = self.insert_path(request.namespace, key, num_pages)
         self.waiting_nodes[request] = node
         self.num_foreground += not request.background
         request.skipped = False
@@ -193,10 +194,10 @@ class PrefixTree:
         self._add_waiting(node, 1)
         return known
 
-    def insert_path(self, request: Request, key: bytes, num_pages: int) -> tuple[Node, int]:
+    def insert_path(self, namespace: Namespace, key: bytes, num_pages: int) -> tuple[Node, int]:
         """The node that ends with the first `num_pages` pages of `key`; nodes are split and ghosts added for it. Also
         returns how many of its tokens the tree had. The caller gives the ghosts a reason to exist, or prunes them."""
-        node = self.namespace(request)
+        node = self.namespace(namespace)
         known = 0
         end = num_pages * self.page_bytes
         while (start := node.depth * TOKEN_BYTES) < end:
@@ -218,7 +219,7 @@ class PrefixTree:
         self._ticks += 1
         node.last_used = self._ticks
 
-    def dequeue(self, request: Request) -> None:
+    def dequeue(self, request: TrackedRequest) -> None:
         """Removes a request, and the ghosts that no other request waits for."""
         node = self.waiting_nodes.pop(request)
         self.num_foreground -= not request.background
@@ -231,12 +232,12 @@ class PrefixTree:
             heapify(node.waiters)
         self.prune(node)
 
-    def skip(self, request: Request) -> None:
+    def skip(self, request: TrackedRequest) -> None:
         """Makes one waiting request invisible for the rest of this step."""
         request.skipped = True
         self._add_waiting(self.waiting_nodes[request], -1)
 
-    def unskip(self, request: Request) -> None:
+    def unskip(self, request: TrackedRequest) -> None:
         if request.skipped:
             node = self.waiting_nodes[request]
             request.skipped = False
@@ -262,7 +263,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------------ running requests
 
-    def lock(self, holder: Request | None, node: Node, above: Node | None = None) -> None:
+    def lock(self, holder: TrackedRequest | None, node: Node, above: Node | None = None) -> None:
         """Locks `node` and its ancestors, up to but not including `above`, which is locked already."""
         self._ticks += 1
         current: Node | None = node
@@ -284,7 +285,7 @@ class PrefixTree:
             current.last_used = self._ticks
             current = current.parent
 
-    def unlock(self, holder: Request | None, node: Node) -> None:
+    def unlock(self, holder: TrackedRequest | None, node: Node) -> None:
         self._ticks += 1
         current: Node | None = node
         while current is not None:
@@ -303,7 +304,7 @@ class PrefixTree:
                 self.prune(current)
             current = parent
 
-    def _count_exclusive(self, holder: Request, count: int) -> None:
+    def _count_exclusive(self, holder: TrackedRequest, count: int) -> None:
         holder.exclusive_pages += count
         self.num_exclusive_pages += count
         if holder.slot is not None:
@@ -318,7 +319,7 @@ class PrefixTree:
         common = self._common(child, key, end * TOKEN_BYTES)
         return child if common == len(child.key) else self.split(child, common)
 
-    def insert(self, holder: Request, node: Node, key: bytes, end: int, row: Pages, computed_step: int) -> Node:
+    def insert(self, holder: TrackedRequest, node: Node, key: bytes, end: int, row: Pages, computed_step: int) -> Node:
         """Moves the pages of `row` from `node` to token `end`, computed by pass `computed_step`, into the tree, locked.
 
         Stops where the tree already has the same tokens: two rows computed the same prefix. The tree's copy survives,
@@ -428,10 +429,11 @@ class PrefixTree:
         node.last_used = self._ticks
         return node
 
-    def namespace(self, request: Request) -> Node:
+    def namespace(self, namespace: Namespace) -> Node:
         """The ancestor of all prompts of one tenant, salt and adapter. It has no pages."""
         node = self.root
-        for name in (request.tenant, (request.cache_salt, request.adapter)):
+        tenant, salt, adapter = namespace
+        for name in (tenant, (salt, adapter)):
             child = node.children.get(name)
             if child is None:
                 child = self._new(node, name, b"", 0)

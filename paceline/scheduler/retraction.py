@@ -13,20 +13,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from paceline.request import Request
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.plan import Column
+from paceline.scheduler.tracked_request import TrackedRequest
 
 MAX_RETRACTIONS = 2
 MAX_RECOMPUTATIONS = 2  # not counted as retractions: KV that a request had read may contain NaN (Scheduler._fail)
 _COST_DEPTH = 4096  # tokens of context at which recomputing a token costs twice as much
 
 
-def is_protected(request: Request) -> bool:
+def is_protected(request: TrackedRequest) -> bool:
     return request.retractions >= MAX_RETRACTIONS
 
 
-def victims(rows: Column, memory: Memory, *, for_foreground: bool = False) -> Iterator[Request]:
+def victims(rows: Column, memory: Memory, *, for_foreground: bool = False) -> Iterator[TrackedRequest]:
     """The requests in these slots in the order in which they are retracted, without those that are protected. Retract
     each before the next is asked for; others may be retracted in between, none may start."""
     tree, slots = memory.tree, memory.slots
@@ -49,7 +49,7 @@ def victims(rows: Column, memory: Memory, *, for_foreground: bool = False) -> It
         rows = np.array([row for row in rows.tolist() if slots.requests[row] is not None], np.int32)
 
 
-def choose_victim(rows: Column, memory: Memory, *, for_foreground: bool = False) -> Request | None:
+def choose_victim(rows: Column, memory: Memory, *, for_foreground: bool = False) -> TrackedRequest | None:
     """The request to retract, or None if all are protected."""
     return next(victims(rows, memory, for_foreground=for_foreground), None)
 

@@ -18,10 +18,10 @@ from itertools import compress
 
 import numpy as np
 
-from paceline.request import Phase, Request
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.plan import Column, Sharing
 from paceline.scheduler.sharing import find_sharing
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 
 
 class RunningSet:
@@ -31,10 +31,10 @@ class RunningSet:
         self._memory = memory
         self._shared_reads = shared_reads
         self._num_stages = num_stages
-        self.decoding: list[Request] = []
-        self.prefilling: list[Request] = []  # admitted, prompt not fully planned; most senior first
+        self.decoding: list[TrackedRequest] = []
+        self.prefilling: list[TrackedRequest] = []  # admitted, prompt not fully planned; most senior first
         self.decodes_by_tenant: Counter[str] = Counter()
-        self._decoding: set[Request] = set()  # to search the list for one takes as long as planning its pass
+        self._decoding: set[TrackedRequest] = set()  # to search the list for one takes as long as planning its pass
         self._decode_slots: Column | None = None
         self._slots: Column | None = None
         self._decode_sharing: dict[bytes, Sharing | None] = {}  # by slots of the batch
@@ -43,27 +43,27 @@ class RunningSet:
         return len(self.decoding) + len(self.prefilling)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[TrackedRequest]:
         return self.decoding + self.prefilling
 
-    def is_decoding(self, request: Request) -> bool:
+    def is_decoding(self, request: TrackedRequest) -> bool:
         return request in self._decoding
 
     # ------------------------------------------------------------------ changes
 
-    def start_prefill(self, request: Request) -> None:
+    def start_prefill(self, request: TrackedRequest) -> None:
         request.enter(Phase.PREFILL)
         self._memory.slots.is_prefill[request.slot] = True
         insort(self.prefilling, request, key=lambda running: running.seniority)
         self._slots = None
 
-    def finish_prefill(self, request: Request) -> None:
+    def finish_prefill(self, request: TrackedRequest) -> None:
         """The prompt is fully planned: the request decodes next, or ends with this pass."""
         self._memory.slots.is_prefill[request.slot] = False
         self.prefilling.remove(request)
         self._slots = None
 
-    def start_decoding(self, request: Request) -> None:
+    def start_decoding(self, request: TrackedRequest) -> None:
         request.enter(Phase.DECODING)
         self.decoding.append(request)
         self._decoding.add(request)
@@ -71,7 +71,7 @@ class RunningSet:
         self._decode_slots = None
         self._decodes_changed()
 
-    def stop_decoding(self, *requests: Request) -> None:
+    def stop_decoding(self, *requests: TrackedRequest) -> None:
         """These requests, which have slots, are no decode rows any more."""
         if not requests:
             return
@@ -94,7 +94,7 @@ class RunningSet:
                 del self.decodes_by_tenant[request.tenant]
         self._decodes_changed()
 
-    def discard(self, request: Request) -> None:
+    def discard(self, request: TrackedRequest) -> None:
         """Removes a request if it is here: one that ends with a pass in flight has left already."""
         if self._memory.slots.is_prefill[request.slot]:
             self._memory.slots.is_prefill[request.slot] = False
@@ -144,7 +144,9 @@ class RunningSet:
         due: Column = rows[ready]
         return due
 
-    def decode_sharing(self, requests: Sequence[Request], rows: Column, starts: Column, step: int) -> Sharing | None:
+    def decode_sharing(
+        self, requests: Sequence[TrackedRequest], rows: Column, starts: Column, step: int
+    ) -> Sharing | None:
         """Of the decode batch of `step`: `requests` in slots `rows`, with `starts` positions in memory."""
         key = rows.tobytes()
         if key not in self._decode_sharing:
@@ -153,7 +155,7 @@ class RunningSet:
             self._decode_sharing[key] = self.sharing(requests, rows, starts, step)
         return self._decode_sharing[key]
 
-    def sharing(self, requests: Sequence[Request], rows: Column, starts: Column, step: int) -> Sharing | None:
+    def sharing(self, requests: Sequence[TrackedRequest], rows: Column, starts: Column, step: int) -> Sharing | None:
         """Of a batch with these rows. Its version is the step that found it, so it never repeats."""
         if not self._shared_reads:
             return None

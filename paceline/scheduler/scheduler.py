@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import SchedulerConfig
-from paceline.request import FinishReason, InvalidRequest, Phase, Refused, Request, as_tokens
+from paceline.request import FinishReason, InvalidRequest, Refused, Request, as_tokens
 from paceline.scheduler.admission import MIN_CHUNK_TOKENS, NOBODY, Admission, Leaving
 from paceline.scheduler.draft_depth import DraftDepth
 from paceline.scheduler.explain import explain
@@ -30,7 +30,7 @@ from paceline.scheduler.host_tier import Reservation
 from paceline.scheduler.invariants import find_faults
 from paceline.scheduler.journal import Counters, EventKind, Journal
 from paceline.scheduler.kv_events import KvListener
-from paceline.scheduler.memory import Memory, PinError, token_key
+from paceline.scheduler.memory import Memory, PinError
 from paceline.scheduler.memory_forecast import Ints, OutputLengths
 from paceline.scheduler.node import Node
 from paceline.scheduler.now import Now
@@ -40,6 +40,7 @@ from paceline.scheduler.retraction import MAX_RECOMPUTATIONS, choose_victim, vic
 from paceline.scheduler.running_set import RunningSet
 from paceline.scheduler.service_time import ServiceTime
 from paceline.scheduler.step_time import MixedBatchTimes, StepTimeFit
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 from paceline.scheduler.validation import QueueLimits, validate
 
 MAX_PREFILL_BATCHES = 8  # batching prefill-first: in a row, while requests could decode
@@ -50,22 +51,22 @@ class _PassInFlight:
     """A plan that is not committed yet, with what only the scheduler needs to know about it."""
 
     plan: Plan
-    requests: tuple[Request, ...]  # of the plan's rows
-    sampled: tuple[Request, ...]  # of its sampling rows: they get the tokens
-    ending: list[Request]  # requests known to end by length with this pass
+    requests: tuple[TrackedRequest, ...]  # of the plan's rows
+    sampled: tuple[TrackedRequest, ...]  # of its sampling rows: they get the tokens
+    ending: list[TrackedRequest]  # requests known to end by length with this pass
     departures: int  # the scheduler's `_departures` when it was planned
     read: tuple[Node, ...]  # the ends of the prefixes that its sampling prefill rows read: their tokens prove them
-    void: set[Request] = field(default_factory=set)  # its results for these are not valid: they read dropped KV
+    void: set[TrackedRequest] = field(default_factory=set)  # its results for these are not valid: they read dropped KV
     # Requests that released their KV before its tokens are known, by how much of it was free of NaN for certain. Where
     # others computed what follows: it may be evicted by then.
-    released: dict[Request, int] = field(default_factory=dict)
+    released: dict[TrackedRequest, int] = field(default_factory=dict)
 
 
 class _Deadline(NamedTuple):
     at: float
     number: int  # unique, so that a heap compares nothing behind it
     reason: FinishReason  # of the request if it is not void by then
-    request: Request
+    request: TrackedRequest
 
     @property
     def is_void(self) -> bool:
@@ -92,7 +93,7 @@ class Scheduler:
         self.step = 1  # number of the pass being planned, or of the next one
         self._kv_listeners: list[KvListener] = []
         self._reset_state()
-        self.requests: dict[str, Request] = {}  # accepted and not finished
+        self.requests: dict[str, TrackedRequest] = {}  # accepted and not finished
         self._arrivals = 0
         self._departures = 0  # finished or retracted: if it changed, rows in flight may have lost their request
         self._in_flight: deque[_PassInFlight] = deque()
@@ -148,7 +149,7 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def sampled_in_flight(self) -> list[tuple[Request, ...]]:
+    def sampled_in_flight(self) -> list[tuple[TrackedRequest, ...]]:
         """The requests that get tokens, by pass in flight."""
         return [one.sampled for one in self._in_flight]
 
@@ -157,7 +158,7 @@ class Scheduler:
         return bool(self.requests or self._in_flight)
 
     @property
-    def started(self) -> list[Request]:
+    def started(self) -> list[TrackedRequest]:
         """Requests that were admitted and have not finished. They may wait again, after a retraction."""
         return [request for request in self.requests.values() if request.was_admitted]
 
@@ -165,14 +166,14 @@ class Scheduler:
     def next_deadline(self) -> float | None:
         return self._deadlines[0].at if self._deadlines else None
 
-    def requests_of(self, plan: Plan) -> tuple[Request, ...]:
+    def requests_of(self, plan: Plan) -> tuple[TrackedRequest, ...]:
         """The requests of the rows of a plan that is not committed yet."""
         return next(one.requests for one in self._in_flight if one.plan.step == plan.step)
 
     def match(self, request: Request) -> int:
         """Number of tokens of this prompt that are cached now."""
-        usable = self.memory.num_cacheable_tokens(request)
-        return min(usable, self.memory.tree.match(request.namespace, request.prompt.tobytes()))
+        usable = self.memory.num_cacheable_tokens(TrackedRequest(request))
+        return min(usable, self.memory.tree.match(request.namespace, request.keys.tobytes()))
 
     def expected_remaining(self, generated: Ints, max_remaining: Ints) -> Ints:
         """Expected further tokens of requests that have `generated` so far and can have up to `max_remaining` more."""
@@ -187,16 +188,14 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: Request, now: float) -> TrackedRequest:
         """Adds a request. Raises Refused if it can never run or the queue is full; the state is unchanged then."""
         if request.id in self.requests:
             raise InvalidRequest(f"request id {request.id!r} is in use by an unfinished request: choose another id.")
-        if request.phase is not Phase.WAITING or request.number:
-            raise InvalidRequest(f"request {request.id!r} was added before: create a new Request.")
-        request.background = request.tenant in self._background
+        added = TrackedRequest(request, arrival=now, background=request.tenant in self._background)
         try:
-            request.max_tokens = validate(request, self.config, self.memory)
-            leaving = self._queue_limits.make_room(request)
+            added.max_tokens = validate(added, self.config, self.memory)
+            leaving = self._queue_limits.make_room(added)
         except Refused as refusal:
             self.counters.refused += 1
             self.journal.write(Now(self.step, now), EventKind.REFUSE, request.id, str(refusal))
@@ -204,27 +203,24 @@ class Scheduler:
         for other in leaving:
             self._finish(other, FinishReason.DISPLACED, Now(self.step, now))
         self._arrivals += 1
-        request.number = self._arrivals
-        request.arrival = now
-        request.stop_ids = frozenset(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
-            request.stop_ids |= frozenset(request.eos_token_ids)
-        self.requests[request.id] = request
-        self._stop_ids.update(request.stop_ids)
-        if request.adapter:
-            self._adapters[request.adapter] += 1
+        added.number = self._arrivals
+        self.requests[added.id] = added
+        self._stop_ids.update(added.stop_ids)
+        if added.adapter:
+            self._adapters[added.adapter] += 1
         if request.deadline is not None:
-            self._add_deadline(request.deadline, FinishReason.DEADLINE, request)
+            self._add_deadline(request.deadline, FinishReason.DEADLINE, added)
         # A background request waits, and waits again, for as long as others keep coming: only its own limits end it.
-        limit_s = math.inf if request.background else self.config.queue_timeout_s
+        limit_s = math.inf if added.background else self.config.queue_timeout_s
         timeout_s = min(request.queue_timeout_s, limit_s)
-        self._add_deadline(now + timeout_s, FinishReason.QUEUE_TIMEOUT, request)
+        self._add_deadline(now + timeout_s, FinishReason.QUEUE_TIMEOUT, added)
         self.counters.added += 1
-        self.journal.write(Now(self.step, now), EventKind.ADD, request.id, len(request.prompt), request.max_tokens)
-        self.admission.enqueue(request)
-        self._queue_limits.add(request)
+        self.journal.write(Now(self.step, now), EventKind.ADD, added.id, len(added.prompt), added.max_tokens)
+        self.admission.enqueue(added)
+        self._queue_limits.add(added)
+        return added
 
-    def _add_deadline(self, at: float, reason: FinishReason, request: Request) -> None:
+    def _add_deadline(self, at: float, reason: FinishReason, request: TrackedRequest) -> None:
         if not math.isinf(at):
             self._num_deadlines += 1
             heappush(self._deadlines, _Deadline(at, self._num_deadlines, reason, request))
@@ -242,7 +238,7 @@ class Scheduler:
         self._finish(request, reason, Now(self.step, now))
         return True
 
-    def _finish(self, request: Request, reason: FinishReason, now: Now) -> None:
+    def _finish(self, request: TrackedRequest, reason: FinishReason, now: Now) -> None:
         if request.phase is Phase.WAITING:
             self.admission.dequeue(request)
         elif request.slot is not None:
@@ -270,7 +266,7 @@ class Scheduler:
         self.journal.write(now, EventKind.FINISH, request.id, reason, len(request.output))
         self._ended.append(Finished(request, reason))
 
-    def _release(self, request: Request, num_known: int, now: Now) -> int:
+    def _release(self, request: TrackedRequest, num_known: int, now: Now) -> int:
         """Takes slot and memory from a running request. The computed part of its first `num_known` tokens stays cached.
         Returns the pages that became available."""
         assert request.slot is not None, f"request {request.id} has no slot"
@@ -505,7 +501,7 @@ class Scheduler:
         self._in_flight.append(_PassInFlight(plan, requests, sampled, ending, self._departures, read))
         return plan
 
-    def _requests_in(self, rows: Column) -> tuple[Request, ...]:
+    def _requests_in(self, rows: Column) -> tuple[TrackedRequest, ...]:
         """The decoding requests in these slots."""
         if len(rows) == len(self.running.decoding):
             return tuple(self.running.decoding)
@@ -516,10 +512,10 @@ class Scheduler:
         request = self.requests.get(request_id)  # None: it has ended since it was admitted
         if request is not None and request.first_admitted is not None and not request.retractions:
             limit_s = math.inf if request.background else self.config.running_timeout_s
-            timeout_s = min(request.running_timeout_s, limit_s)
+            timeout_s = min(request.request.running_timeout_s, limit_s)
             self._add_deadline(request.first_admitted + timeout_s, FinishReason.RUNNING_TIMEOUT, request)
 
-    def _finish_prefills(self) -> list[Request]:
+    def _finish_prefills(self) -> list[TrackedRequest]:
         """Requests whose prompt is fully planned decode next, or end with this pass. Returns those that end."""
         ending = []
         slots = self.memory.slots
@@ -551,7 +547,7 @@ class Scheduler:
         self._lengths.on_retraction()
         return True
 
-    def _retract(self, request: Request, now: Now, beneficiary: str, *, for_foreground: bool = False) -> None:
+    def _retract(self, request: TrackedRequest, now: Now, beneficiary: str, *, for_foreground: bool = False) -> None:
         """Moves a running request back to the queue because memory is short. Its KV stays in the tree until the pages
         are needed."""
         if not (for_foreground and request.background):
@@ -561,7 +557,9 @@ class Scheduler:
         self._note_unproven(request)
         self._requeue(request, now, beneficiary, "memory", request.num_tokens)
 
-    def _requeue(self, request: Request, now: Now, beneficiary: str, wait_reason: str, num_known: int = 0) -> None:
+    def _requeue(
+        self, request: TrackedRequest, now: Now, beneficiary: str, wait_reason: str, num_known: int = 0
+    ) -> None:
         """Moves a request that was admitted back to the queue. Its private pages become cached as far as they are of
         its first `num_known` tokens, and are freed from there on."""
         num_pages = 0 if request.slot is None else self._release(request, num_known, now)
@@ -572,7 +570,7 @@ class Scheduler:
         self.journal.write(now, EventKind.RETRACT, request.id, beneficiary, num_pages)
         self.admission.enqueue_retracted(request)
 
-    def _retract_for(self, request: Request, now: Now) -> int:
+    def _retract_for(self, request: TrackedRequest, now: Now) -> int:
         """Retracts running requests of background tenants for a waiting one of another tenant, or those of much lower
         priority, if that lets it run. Prompts, too: none of them has a chunk in the pass being planned yet. Returns the
         pages that the request lacks, if nothing was retracted and they were counted, else 0."""
@@ -606,7 +604,7 @@ class Scheduler:
             missing = missing or admission.num_missing_without(request, NOBODY, now)
         return 0
 
-    def _below(self, request: Request) -> Leaving:
+    def _below(self, request: TrackedRequest) -> Leaving:
         """Running requests that give way to a waiting one. Those of one priority are the same ones for all that wait,
         as long as nobody starts or leaves."""
         gap = self.config.retract_gap if self.config.policy == "priority" else math.inf
@@ -665,7 +663,7 @@ class Scheduler:
         assert len(tokens) == len(sampled), f"{len(tokens)} tokens for {len(sampled)} sampling rows"
         values: list[int] = tokens.tolist()
         discarded: set[int] = set()
-        failed: list[Request] = []
+        failed: list[TrackedRequest] = []
         lengths = [] if num_drafts is None else [len(request.output) for request in one.sampled]
         if self._departures == one.departures and counts is None and min(values, default=0) >= 0:
             # The usual case: no request has left since this pass was planned, so every row gets its token.
@@ -693,7 +691,7 @@ class Scheduler:
             self._fail(failed, one.released, at)
         return self._updates(sampled, tokens, discarded)
 
-    def _observe_time(self, plan: Plan, requests: Sequence[Request], device_s: float) -> None:
+    def _observe_time(self, plan: Plan, requests: Sequence[TrackedRequest], device_s: float) -> None:
         depth = 0 if plan.drafts is None else int(plan.drafts.max(initial=0))
         if self.draft_depth is None or not depth:
             self.step_time.observe(plan, device_s)
@@ -702,12 +700,17 @@ class Scheduler:
             self.draft_depth.observe_pass(plan, requests, depth, device_s, model)
 
     def _append_each(
-        self, sampled: tuple[Request, ...], tokens: list[int], has_counts: bool, void: set[Request], now: Now
-    ) -> tuple[set[int], list[Request]]:
+        self,
+        sampled: tuple[TrackedRequest, ...],
+        tokens: list[int],
+        has_counts: bool,
+        void: set[TrackedRequest],
+        now: Now,
+    ) -> tuple[set[int], list[TrackedRequest]]:
         """Appends each token to its request, if that can still take it. Returns the rows of discarded tokens, and the
         requests whose logits contained NaN."""
         discarded: set[int] = set()
-        failed: list[Request] = []
+        failed: list[TrackedRequest] = []
         for row, (request, token) in enumerate(zip(sampled, tokens, strict=True)):
             # It finished while this pass was in flight, or earlier in this pass.
             if request.phase is Phase.FINISHED or request in void or request in failed:
@@ -727,14 +730,14 @@ class Scheduler:
                 self._finish(request, FinishReason.LENGTH, now)
         return discarded, failed
 
-    def _note_unproven(self, request: Request) -> None:
+    def _note_unproven(self, request: TrackedRequest) -> None:
         """A request is about to release its KV, perhaps with a pass in flight that reads it."""
         depth = self.memory.num_proven(request)
         if depth is not None:
             for one in self._in_flight:
                 one.released[request] = depth
 
-    def _fail(self, failed: list[Request], released: dict[Request, int], now: Now) -> None:
+    def _fail(self, failed: list[TrackedRequest], released: dict[TrackedRequest, int], now: Now) -> None:
         """Ends requests whose logits contained NaN, and drops the KV that may contain it.
 
         A sampled token proves that all KV it read is free of NaN, so that KV stays: a prompt that always gives NaN
@@ -743,7 +746,7 @@ class Scheduler:
         one faulty pass fails only requests that it computed. A request is computed again at most MAX_RECOMPUTATIONS
         times: then the KV that it holds stays until its own token decides, so nobody can make it start over for ever.
         """
-        suspects: dict[Node, list[Request]] = {}  # none is below another, which would be the first on that path
+        suspects: dict[Node, list[TrackedRequest]] = {}  # none is below another, which would be the first on that path
         for request in failed:
             node = self.memory.first_unproven(request)
             if node is not None:
@@ -769,12 +772,12 @@ class Scheduler:
             self.journal.write(now, EventKind.DROP, suspected_by[0].id, num_pages, len(recomputed))
         self.admission.end_step()  # requeued requests are candidates in the next step
 
-    def _end_failed(self, request: Request, now: Now) -> None:
+    def _end_failed(self, request: TrackedRequest, now: Now) -> None:
         if request.slot is not None:
             self._release(request, 0, now)
         self._finish(request, FinishReason.ERROR, now)
 
-    def _recompute(self, request: Request, num_valid: int, now: Now) -> None:
+    def _recompute(self, request: TrackedRequest, num_valid: int, now: Now) -> None:
         """Requeues a request that has read KV which is dropped, from position `num_valid` on. Its known tokens remain;
         what passes in flight compute for it is not valid."""
         request.recomputations += 1
@@ -789,10 +792,10 @@ class Scheduler:
             self._requeue(request, now, reason, f"its turn: it had read {reason} and is computed again")
 
     @staticmethod
-    def _stops(request: Request, token: int) -> bool:
+    def _stops(request: TrackedRequest, token: int) -> bool:
         return token in request.stop_ids and len(request.output) >= request.params.min_tokens
 
-    def _keep_late_token(self, request: Request, token: int) -> None:
+    def _keep_late_token(self, request: TrackedRequest, token: int) -> None:
         """Keeps a token that was in flight when its request was retracted; it is prefilled with the rest."""
         self.admission.dequeue(request)
         request.output.append(token)
@@ -841,7 +844,7 @@ class Scheduler:
                     if request in later.sampled:
                         later.ending.append(request)
 
-    def _updates(self, sampled: Sequence[Request], tokens: Column, discarded: set[int]) -> Updates:
+    def _updates(self, sampled: Sequence[TrackedRequest], tokens: Column, discarded: set[int]) -> Updates:
         if discarded:
             self.counters.discarded_tokens += len(discarded)
             kept = [row for row in range(len(sampled)) if row not in discarded]
@@ -872,7 +875,7 @@ class Scheduler:
         if expires <= now:
             raise PinError(f"pin {name!r} expires at {expires}, but the time is {now}: give a later time.")
         probe = Request(name, as_tokens(prompt), tenant=tenant, cache_salt=cache_salt, adapter=adapter)
-        num_tokens = self.memory.pin(name, probe, expires, self.step)
+        num_tokens = self.memory.pin(name, TrackedRequest(probe), expires, self.step)
         self.journal.write(Now(self.step, now), EventKind.PIN, name, num_tokens)
         return num_tokens
 
@@ -907,6 +910,10 @@ class Scheduler:
             self._kv_listeners.append(listener)  # also of the next tree, after a repair
         self.memory.tree.listen(listener)
 
+    def num_missing_tokens(self, request: Request) -> int:
+        """Tokens of a prompt that would have to be computed: they are cached neither on the device nor on the host."""
+        return self.memory.num_missing_tokens(TrackedRequest(request))
+
     def reserve_received(self, name: str, request: Request) -> Reservation | None:
         """Reserves host memory for the part of a prompt that another engine computes, as transfer `name`; `request`
         itself is not added. None: there is nothing to send, or no space. The reservation lasts until `place_received`
@@ -919,7 +926,7 @@ class Scheduler:
         host = self.memory.host
         assert host is not None, "pages are received in host memory"
         request = host.reserved[name].request
-        num_pages = host.place(name, token_key(request))
+        num_pages = host.place(name)
         self.journal.write(Now(self.step, now), EventKind.RECEIVE, request.id, num_pages)
         return num_pages
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.request import Request
 from paceline.scheduler.plan import Plan
+from paceline.scheduler.tracked_request import TrackedRequest
 
 _DECAY = 0.98  # weight of a pass relative to the next one: predictions follow the last fifty
 
@@ -23,7 +23,7 @@ class ServiceTime:
         self._prefill_s = self._prefill_tokens = 0.0  # decayed sums
         self._decode_s = self._decode_passes = 0.0
 
-    def observe(self, plan: Plan, requests: Sequence[Request], device_s: float) -> None:
+    def observe(self, plan: Plan, requests: Sequence[TrackedRequest], device_s: float) -> None:
         """Charges a pass to the requests of its rows."""
         num_decodes, num_prompt_tokens = plan.num_decodes, plan.num_prefill_tokens
         weight = num_prompt_tokens + self._output_weight * num_decodes
@@ -40,13 +40,13 @@ class ServiceTime:
                 request.served_s += per_token * length
                 request.decoding_from = self._decode_clock
 
-    def predict(self, request: Request, num_prompt_tokens: int, num_output_tokens: int) -> None:
+    def predict(self, request: TrackedRequest, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Sets the device time that a request is expected to take from now on; 0 as long as nothing was observed."""
         prefill_s = self._prefill_s / self._prefill_tokens * num_prompt_tokens if self._prefill_tokens else 0.0
         decode_s = self._decode_s / self._decode_passes * num_output_tokens if self._decode_passes else 0.0
         request.predicted_s = prefill_s + decode_s
         request.served_s, request.decoding_from = 0.0, self._decode_clock
 
-    def served(self, request: Request) -> float:
+    def served(self, request: TrackedRequest) -> float:
         """The device time that a request has taken since its last admission."""
         return request.served_s + self._decode_clock - request.decoding_from

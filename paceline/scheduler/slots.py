@@ -9,15 +9,15 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from paceline.request import Request
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 from paceline.scheduler.plan import Column
+from paceline.scheduler.tracked_request import TrackedRequest
 
 
 class Slots:
     def __init__(self, max_running: int, max_row_pages: int, page_size: int) -> None:
         self._page_size = page_size
-        self.requests: list[Request | None] = [None] * max_running
+        self.requests: list[TrackedRequest | None] = [None] * max_running
         # Positions that have KV once all planned passes have run, if no draft is accepted.
         self.computed: Column = np.zeros(max_running, np.int32)
         # By how many positions a row may be further than that: drafts of passes in flight that may be accepted.
@@ -47,7 +47,7 @@ class Slots:
     def num_free(self) -> int:
         return len(self._free)
 
-    def acquire(self, request: Request) -> int:
+    def acquire(self, request: TrackedRequest) -> int:
         slot = self._free.pop()
         assert self.requests[slot] is None, f"slot {slot} was handed out while it was taken"
         self.requests[slot] = request
@@ -56,7 +56,7 @@ class Slots:
         request.slot = slot
         return slot
 
-    def release(self, request: Request) -> None:
+    def release(self, request: TrackedRequest) -> None:
         slot = request.slot
         assert slot is not None, f"request {request.id} released its slot twice"
         assert self.requests[slot] is request, f"slot {slot} does not belong to request {request.id}"

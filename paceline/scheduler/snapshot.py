@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from paceline.request import Phase, Request
 from paceline.scheduler.background import BackgroundPolicy, fair_tenants
 from paceline.scheduler.explain import waiting_for
 from paceline.scheduler.node import Node
 from paceline.scheduler.policies import KeyPolicy
 from paceline.scheduler.scheduler import Scheduler
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 
 # Codes of the page map. A code >= OWNED: slot `code - OWNED` is the only one that uses the page
 FREE, CACHED, SHARED, PINNED, OWNED = 0, 1, 2, 3, 4
@@ -25,7 +25,7 @@ FREE, CACHED, SHARED, PINNED, OWNED = 0, 1, 2, 3, 4
 WAITING, PREFILL, DECODING = 1, 2, 4
 _MAX_MAPPED_PAGES = 8192  # a larger pool has no page map, only totals
 
-Users = dict[Node, list[Request]]  # tree nodes that running requests have locked
+Users = dict[Node, list[TrackedRequest]]  # tree nodes that running requests have locked
 
 
 _COUNTERS = (
@@ -104,7 +104,9 @@ def page_uses(scheduler: Scheduler) -> str:
 # ---------------------------------------------------------------------------------------------------- requests
 
 
-def _first_waiting(scheduler: Scheduler, waiting: list[Request], max_requests: int) -> tuple[str, list[Request]]:
+def _first_waiting(
+    scheduler: Scheduler, waiting: list[TrackedRequest], max_requests: int
+) -> tuple[str, list[TrackedRequest]]:
     """The first waiting requests in order of admission, where the policy has a fixed order, else in order of arrival:
     policies that look at the cache or at service decide anew for each admission. Reserved and retracted requests are
     admitted before all others in any case."""
@@ -119,7 +121,7 @@ def _first_waiting(scheduler: Scheduler, waiting: list[Request], max_requests: i
     return order, found[:max_requests]
 
 
-def _waiting(scheduler: Scheduler, request: Request, place: int, now: float) -> dict[str, Any]:
+def _waiting(scheduler: Scheduler, request: TrackedRequest, place: int, now: float) -> dict[str, Any]:
     tree, host = scheduler.memory.tree, scheduler.memory.host
     node = tree.waiting_nodes[request]
     hit = tree.hit(node, scheduler.step)
@@ -138,7 +140,7 @@ def _waiting(scheduler: Scheduler, request: Request, place: int, now: float) -> 
     }
 
 
-def _reasons(scheduler: Scheduler, waiting: list[Request]) -> list[tuple[str, int, str]]:
+def _reasons(scheduler: Scheduler, waiting: list[TrackedRequest]) -> list[tuple[str, int, str]]:
     """What waiting requests wait for: kind, number of requests, and the clause if it is the same for all of them."""
     # It depends on these two fields only: the sentences are made once for each of their values, not for each request.
     alike = {(request.num_missing_pages, request.wait_reason): request for request in waiting}
@@ -154,7 +156,7 @@ def _reasons(scheduler: Scheduler, waiting: list[Request]) -> list[tuple[str, in
     return sorted(found, key=lambda reason: (-reason[1], reason[0]))
 
 
-def _running(scheduler: Scheduler, request: Request, shared: dict[Node, int], now: float) -> dict[str, Any]:
+def _running(scheduler: Scheduler, request: TrackedRequest, shared: dict[Node, int], now: float) -> dict[str, Any]:
     assert request.slot is not None, f"request {request.id} is not running"
     slots = scheduler.memory.slots
     # Each token counts once: prompt = cached + fetched + computed + left. `slots.computed` counts cached and output
@@ -183,7 +185,7 @@ def _running(scheduler: Scheduler, request: Request, shared: dict[Node, int], no
 # ---------------------------------------------------------------------------------------------------- shared prefixes
 
 
-def _users(scheduler: Scheduler, running: list[Request]) -> Users:
+def _users(scheduler: Scheduler, running: list[TrackedRequest]) -> Users:
     users: Users = {}
     for request in running:
         node: Node | None = scheduler.memory.locked_nodes[request]
@@ -193,7 +195,7 @@ def _users(scheduler: Scheduler, running: list[Request]) -> Users:
     return users
 
 
-def _shared_prefixes(scheduler: Scheduler, users: Users, running: list[Request]) -> dict[Node, int]:
+def _shared_prefixes(scheduler: Scheduler, users: Users, running: list[TrackedRequest]) -> dict[Node, int]:
     """The ends of the prefixes that several running requests have in common, for each request the deepest one. They are
     numbered in order of creation, so that a prefix keeps its number while others come and go after it."""
     found: set[Node] = set()
@@ -240,7 +242,7 @@ def _host(scheduler: Scheduler) -> dict[str, int] | None:
     return {"pages": host.pool.num_pages, "used": host.num_pages_used, "from_token": host.from_token}
 
 
-def _page_map(scheduler: Scheduler, users: Users, running: list[Request]) -> str:
+def _page_map(scheduler: Scheduler, users: Users, running: list[TrackedRequest]) -> str:
     """One 16-bit code per page, in base64."""
     memory = scheduler.memory
     codes = np.zeros(scheduler.config.num_pages, "<u2")
@@ -293,7 +295,9 @@ def _node_state(node: Node, num_users: int) -> str:
 # ---------------------------------------------------------------------------------------------------- tenants, counters
 
 
-def _tenants(scheduler: Scheduler, waiting: list[Request], running: list[Request]) -> list[dict[str, Any]]:
+def _tenants(
+    scheduler: Scheduler, waiting: list[TrackedRequest], running: list[TrackedRequest]
+) -> list[dict[str, Any]]:
     waits, runs = Counter(one.tenant for one in waiting), Counter(one.tenant for one in running)
     service = {name: tenant.service for name, tenant in fair_tenants(scheduler.policy).items()}
     names = sorted({*waits, *runs, *service}, key=lambda name: (-service.get(name, 0.0), name))

@@ -8,12 +8,13 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 
 from paceline.config import SchedulerConfig
-from paceline.request import Phase, Refused, Request
+from paceline.request import Refused
 from paceline.scheduler.admission import Admission
 from paceline.scheduler.memory import Memory
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 
 
-def validate(request: Request, config: SchedulerConfig, memory: Memory) -> int:
+def validate(request: TrackedRequest, config: SchedulerConfig, memory: Memory) -> int:
     """Returns the maximum number of output tokens of `request`, or raises Refused."""
     prompt = len(request.prompt)
     memory_tokens = memory.num_usable_pages * config.page_size
@@ -49,9 +50,9 @@ class QueueLimits:
         self._config = config
         self._admission = admission
         # Heap by rank, the youngest of equals first; an entry is stale once its request was admitted or has ended.
-        self._lowest: list[tuple[tuple[bool, int], int, Request]] = []
+        self._lowest: list[tuple[tuple[bool, int], int, TrackedRequest]] = []
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TrackedRequest) -> None:
         """A new request waits."""
         if self._config.full_queue == "yield":
             heappush(self._lowest, (_rank(request), -request.number, request))
@@ -59,13 +60,13 @@ class QueueLimits:
                 self._lowest = [entry for entry in self._lowest if _has_not_begun(entry[2])]
                 heapify(self._lowest)
 
-    def make_room(self, request: Request) -> list[Request]:
+    def make_room(self, request: TrackedRequest) -> list[TrackedRequest]:
         """The waiting requests, all of lower rank, that must leave for `request`. Raises Refused if there are not
         enough of them."""
         config, admission = self._config, self._admission
         requests_left = config.max_waiting - admission.num_waiting - 1
         tokens_left = config.max_waiting_tokens - admission.num_waiting_tokens - len(request.prompt)
-        leaving: list[Request] = []
+        leaving: list[TrackedRequest] = []
         while requests_left < 0 or tokens_left < 0:
             lowest = self._pop_below(_rank(request))
             if lowest is None:
@@ -80,17 +81,17 @@ class QueueLimits:
             tokens_left += lowest.num_tokens
         return leaving
 
-    def _pop_below(self, rank: tuple[bool, int]) -> Request | None:
+    def _pop_below(self, rank: tuple[bool, int]) -> TrackedRequest | None:
         heap = self._lowest
         while heap and not _has_not_begun(heap[0][2]):
             heappop(heap)
         return heappop(heap)[2] if heap and heap[0][0] < rank else None
 
 
-def _rank(request: Request) -> tuple[bool, int]:
+def _rank(request: TrackedRequest) -> tuple[bool, int]:
     """By priority, and below all others if it is a background request."""
     return not request.background, request.priority
 
 
-def _has_not_begun(request: Request) -> bool:
+def _has_not_begun(request: TrackedRequest) -> bool:
     return request.phase is Phase.WAITING and not request.was_admitted

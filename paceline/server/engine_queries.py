@@ -17,8 +17,9 @@ from paceline.engine.output import LoadedAdapter
 from paceline.engine.pausing import PauseMode
 from paceline.engine.trace_recorder import record_trace
 from paceline.engine.weight_update import update_weights
-from paceline.request import FinishReason, Request
+from paceline.request import FinishReason
 from paceline.scheduler import Scheduler
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.server.auth import owner_of
 from paceline.server.engine_client import ServedModel
 from paceline.server.engine_kv_transfer import EngineKvTransfer
@@ -238,7 +239,7 @@ class EngineQueries:
         return Health(None, progress.num_passes, not progress.has_work, engine.is_paused)
 
 
-def _select(scheduler: Scheduler, tenant: str | None, response_id: str | None) -> list[Request]:
+def _select(scheduler: Scheduler, tenant: str | None, response_id: str | None) -> list[TrackedRequest]:
     return [
         request
         for request in scheduler.requests.values()
@@ -252,7 +253,7 @@ def _is_selected(id: str, owner: str, tenant: str | None, response_id: str | Non
     return is_owned and (response_id is None or response_id in (id, response_id_of(id)))
 
 
-def _state(scheduler: Scheduler, request: Request, now: float) -> RequestState:
+def _state(scheduler: Scheduler, request: TrackedRequest, now: float) -> RequestState:
     return RequestState(
         id=request.id,
         tenant=request.tenant,

@@ -228,7 +228,7 @@ class ReplicaClient:
         job, now = one.job, time.monotonic()
         namespace = (job.tenant, job.cache_salt, job.adapter_version)
         one.route_id = next(self._route_ids)
-        request = RouteRequest(one.route_id, job.prompt, namespace, job.tenant, job.params.max_tokens)
+        request = RouteRequest(one.route_id, job.prefix_keys, namespace, job.tenant, job.params.max_tokens)
         decision = self._choose(request, now)
         self._reasons[decision.reason.value] += 1
         one.replica = decision.replica

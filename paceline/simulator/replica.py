@@ -12,9 +12,10 @@ from paceline.engine.executor import Executor, Pending, Result
 from paceline.engine.loop import Loop, StepOutput
 from paceline.engine.virtual.drafts import DraftVerifier
 from paceline.engine.virtual.executor import HostLink, VirtualClock, VirtualExecutor
-from paceline.request import Refused, Request
+from paceline.request import Refused
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Plan
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.simulator.drafts import ArrivalDrafts
 from paceline.simulator.profile import Profile, ProfileTiming
 from paceline.simulator.workloads import Arrival, Tokens
@@ -84,7 +85,7 @@ class VirtualReplica:
         self.scheduler = Scheduler(config)
         executor = self.executor if observer is None else _ObservedExecutor(self.executor, self.clock, observer)
         self._loop = Loop(self.scheduler, executor, self.clock, overlap=overlap)
-        self.requests: list[Request] = []
+        self.requests: list[TrackedRequest] = []
         self.refused: list[str] = []
 
     def add(self, arrival: Arrival) -> bool:
@@ -93,11 +94,10 @@ class VirtualReplica:
             self.clock.advance_to(arrival.at)
         request = arrival.request()
         try:
-            self.scheduler.add(request, arrival.at)
+            self.requests.append(self.scheduler.add(request, arrival.at))
         except Refused:
             self.refused.append(arrival.id)
             return False
-        self.requests.append(request)
         return True
 
     def step(self) -> StepOutput:

@@ -35,7 +35,7 @@ class SimulatedRouter:
             if not gpu.scheduler.has_work and self._reported[index] < arrival.at - LATE_S / 2:
                 self._report(index, arrival.at)
         request = arrival.request()
-        routed = RouteRequest(arrival.id, request.prompt, request.namespace, request.tenant, request.params.max_tokens)
+        routed = RouteRequest(arrival.id, request.keys, request.namespace, request.tenant, request.params.max_tokens)
         index = self._router.choose(routed, arrival.at).replica
         self._added[index] += 1
         if not self._gpus[index].add(arrival):

@@ -16,8 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.config import ReplicaConfig, SchedulerConfig
-from paceline.request import FinishReason, Request
+from paceline.request import FinishReason
 from paceline.scheduler.journal import Counters
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.simulator.profile import Profile
 from paceline.simulator.replica import Observer, VirtualReplica
 from paceline.simulator.routing import SimulatedRouter
@@ -58,7 +59,7 @@ class ServedRequest(NamedTuple):
     finished: float
 
     @classmethod
-    def of(cls, request: Request) -> ServedRequest:
+    def of(cls, request: TrackedRequest) -> ServedRequest:
         def at(time: float | None) -> float:
             return math.nan if time is None else time
 

@@ -44,7 +44,7 @@ class Arrival:
         return dataclasses.replace(self, at=self.at + seconds)
 
     def request(self) -> Request:
-        """A new request: a simulation mutates its requests."""
+        """What the scheduler is asked."""
         if self.max_tokens is None:
             params = SamplingParams(max_tokens=len(self.output), ignore_eos=True)
             return Request(self.id, self.prompt, params, tenant=self.tenant, priority=self.priority)

@@ -87,6 +87,23 @@ def test_prompt_tokens_that_were_computed_for_the_request_do_not_count_as_cached
         assert other.usage.cached_tokens == len(SHARED), "the beginning, which the prefill engine has"
 
 
+def test_pages_belong_to_the_keys_of_a_prompt(tmp_path: Path) -> None:
+    """Equal tokens that stand for another image are computed and sent again."""
+    tokens = np.array(PROMPTS[0], np.int32)
+    images = [np.where(np.arange(len(tokens)) < 8, tokens, 1_000_000 + image).astype(np.int32) for image in range(2)]
+    with Pair(tmp_path) as pair:
+        cached, outputs = [], []
+        for keys in (images[0], images[0], images[1]):
+            answer = pair.submit(tokens, keys=keys)
+            cached.append(answer.result().usage.cached_tokens)
+            outputs.append(answer.token_ids)
+        assert cached == [0, len(tokens) // 4 * 4, 8] and outputs[0] == outputs[1] == outputs[2]
+        pair.decode.call(lambda scheduler: scheduler.flush_cache()).result()
+        again = pair.submit(tokens, keys=images[1]).result()
+        assert again.usage.cached_tokens == len(tokens) // 4 * 4 - 4, "the prefill engine has it"
+        pair.check()
+
+
 def test_pages_that_the_decode_engine_has_are_not_sent(tmp_path: Path) -> None:
     with Pair(tmp_path) as pair:
         pair.submit(PROMPTS[1]).result()
@@ -361,13 +378,14 @@ def test_a_prompt_that_is_given_up_before_its_first_step_leaves_no_hold(
     with Pair(tmp_path) as pair:
         add, finish, aborted = pair.prefill.scheduler.add, pair.prefill.finish, threading.Event()
 
-        def add_and_fail(request: Any, now: float) -> None:
-            add(request, now)
+        def add_and_fail(request: Any, now: float) -> Any:
+            added = add(request, now)
             monkeypatch.setattr(pair.prefill, "finish", lambda *_: None)
             for one in list(pair.server._transfers.values()):
                 pair.server._abort(one, "connection")
             monkeypatch.setattr(pair.prefill, "finish", finish)
             aborted.set()
+            return added
 
         monkeypatch.setattr(pair.prefill.scheduler, "add", add_and_fail)
         pair.submit(PROMPTS[0]).result()

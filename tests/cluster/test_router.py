@@ -422,7 +422,7 @@ class Reference:
         for replica in range(NUM):
             gone = set[int]().union(*(pages for expires, pages in self.assumed[replica] if expires <= now))
             self.assumed[replica] = [(at, pages - gone) for at, pages in self.assumed[replica] if at > now]
-        hashes = hashes_of(request.prompt, request.tenant)
+        hashes = hashes_of(request.keys, request.tenant)
         prefixes = []
         for replica in range(NUM):
             held = self.known(replica)
@@ -449,7 +449,7 @@ class Reference:
         if all(one[0] != chosen for one in self.requests.values()):
             self.since[chosen] = now
         cached = prefixes[chosen] * PAGE
-        num_tokens = len(request.prompt)
+        num_tokens = len(request.keys)
         self.requests[request.id] = (
             chosen,
             self.routed[chosen],
@@ -475,10 +475,10 @@ class Reference:
     def cost(self, replica: int, request: RouteRequest, prefix: int) -> float:
         load, times, unseen = self.reports[replica][0], self.times(replica), self.unseen(replica)
         rows = load.num_running + load.num_waiting + len(unseen) + 1
-        context = load.num_context_tokens + sum(tokens for tokens, _ in unseen) + len(request.prompt)
+        context = load.num_context_tokens + sum(tokens for tokens, _ in unseen) + len(request.keys)
         output = min(self.output, request.max_tokens or math.inf)
         cost = self.wait(replica) + output * times.seconds(0, rows, context)
-        cost += times.per_prefill_token * (len(request.prompt) - prefix * PAGE)
+        cost += times.per_prefill_token * (len(request.keys) - prefix * PAGE)
         here = [one[2] for one in self.requests.values() if one[0] == replica]
         return cost + (self.wait(replica) * here.count(request.tenant) / len(here) if here else 0.0)
 

@@ -183,6 +183,6 @@ def test_trace_counts_waiting_for_masks_as_masks_and_preparing_as_launch() -> No
 @pytest.mark.parametrize("overlap", [True, False])
 def test_masks_that_allow_everything_do_not_change_tokens(overlap: bool) -> None:
     subject, _ = masked(overlap=overlap)
-    subject.add(*(request(range(1, 3 + count), max_tokens=1 + count % 5) for count in range(12)))
+    subject.add_all(*(request(range(1, 3 + count), max_tokens=1 + count % 5) for count in range(12)))
     subject.run()
     subject.assert_reference()

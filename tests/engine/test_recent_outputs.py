@@ -15,17 +15,16 @@ from paceline.engine.job import Job
 from paceline.engine.recent_outputs import RecentOutputs
 from paceline.llm import LLM
 from paceline.request import FinishReason, Grammar, Request, SamplingParams, as_tokens
+from paceline.scheduler.tracked_request import TrackedRequest
 
 PROMPT = list(range(100, 180))
 
 
-def request(prompt: list[int], output: list[int] | None = None, **fields: Any) -> Request:
-    found = Request("r", as_tokens(prompt), **fields)
-    found.output = array("i", output or [])
-    return found
+def request(prompt: list[int], output: list[int] | None = None, **fields: Any) -> TrackedRequest:
+    return TrackedRequest(Request("r", as_tokens(prompt), **fields), output=array("i", output or []))
 
 
-def stored(*requests: Request, max_tokens: int = 1000) -> RecentOutputs:
+def stored(*requests: TrackedRequest, max_tokens: int = 1000) -> RecentOutputs:
     outputs = RecentOutputs(max_tokens)
     for one in requests:
         outputs.add(one)
@@ -33,7 +32,7 @@ def stored(*requests: Request, max_tokens: int = 1000) -> RecentOutputs:
 
 
 def found(outputs: RecentOutputs, prompt: list[int], **fields: Any) -> list[int]:
-    return outputs.find(request(prompt, **fields)).tolist()
+    return outputs.find(request(prompt, **fields).request).tolist()
 
 
 def test_the_same_prompt_comes_before_the_same_end() -> None:

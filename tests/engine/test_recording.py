@@ -49,7 +49,7 @@ def record(path: Path, run: Harness, buckets: list[int] = BUCKETS) -> Recorder:
 def lines_of(path: Path, run: Harness, added: list[Request]) -> list[Line]:
     recorder = record(path, run)
     recorder.mark("all of it")
-    run.add(*added)
+    run.add_all(*added)
     run.run()
     recorder.close()
     return list(read_recording(path))
@@ -75,7 +75,7 @@ def test_every_request_and_every_pass_is_recorded_once(tmp_path: Path, overlap: 
     for line, plan in zip(passes, run.executor.plans, strict=True):
         assert line.device_s == run.executor.step_time.of(plan)
     by_id = {line.id: line for line in lines if isinstance(line, RecordedRequest)}
-    for request in added:
+    for request in run.requests.values():
         line = by_id[request.id]
         assert (line.prompt_tokens, line.output_tokens) == (len(request.prompt), len(request.output))
         assert (line.cached_tokens, line.reason) == (request.num_cached, "length")
@@ -87,7 +87,7 @@ def test_every_request_and_every_pass_is_recorded_once(tmp_path: Path, overlap: 
 def test_the_drafts_of_every_pass_and_request_are_recorded(tmp_path: Path, overlap: bool) -> None:
     run, path = harness(overlap, draft_tokens=3), tmp_path / "run.jsonl"
     recorder = record(path, run)
-    run.add(*requests(24))
+    run.add_all(*requests(24))
     for _ in range(4):
         run.step()
     run.scheduler.retract(run.scheduler.running.requests[0].id, run.clock(), "a test")  # its slot gets another request
@@ -111,10 +111,11 @@ def test_equal_blocks_are_equal_prefixes_of_one_tenant_and_nothing_else(tmp_path
         Request("one", np.arange(12), SamplingParams(max_tokens=1), tenant="tenant-0"),
         Request("two", np.array([50, 51, 52, 53, *range(4, 12)]), SamplingParams(max_tokens=1), tenant="tenant-0"),
     ]
-    lines = lines_of(tmp_path / "run.jsonl", harness(), added)
+    run = harness()
+    lines = lines_of(tmp_path / "run.jsonl", run, added)
     blocks = {line.id: line.blocks for line in lines if isinstance(line, RecordedRequest)}
-    for one in added:
-        for other in added:
+    for one in run.requests.values():
+        for other in run.requests.values():
             same = one.tenant == other.tenant
             ours, theirs = ([*each.prompt.tolist(), *each.output] for each in (one, other))
             for index, (left, right) in enumerate(zip(blocks[one.id], blocks[other.id], strict=False)):
@@ -179,7 +180,7 @@ class SlowReader:
 def test_features_are_those_a_row_by_row_count_gives(num_pages: int) -> None:
     """Also with duplicates that are remapped, and retractions."""
     run = harness(num_pages=num_pages, prefix_wait=False)
-    run.add(*requests(24))
+    run.add_all(*requests(24))
     run.run()
     slow = SlowReader()
     found = [(read_features(plan, BUCKETS), slow.read(plan)) for plan in run.executor.plans]
@@ -224,7 +225,7 @@ def test_a_file_that_is_not_a_recording_is_refused_with_its_line_number(tmp_path
 def test_preparing_counts_as_launch_time(tmp_path: Path) -> None:
     run = harness(overlap=True)
     recorder = record(tmp_path / "run.jsonl", run)
-    run.add(*requests(1))
+    run.add_all(*requests(1))
     plan = run.scheduler.plan(run.clock())
     assert plan is not None
 

@@ -126,7 +126,7 @@ def test_device_idle_time_appears_between_passes() -> None:
 def test_a_pass_shows_its_drafts(overlap: bool) -> None:
     subject = harness(overlap=overlap, draft_tokens=3)
     timeline = subject.loop.trace = Timeline()
-    subject.add(request(max_tokens=20), request([5, 6], max_tokens=20))
+    subject.add_all(request(max_tokens=20), request([5, 6], max_tokens=20))
     subject.run()
     counters = subject.scheduler.counters
     passes = [event for event in trace_events([timeline]) if event["ph"] == "X" and event["pid"] == 2]
@@ -153,7 +153,7 @@ def test_passes_are_placed_correctly_without_idle_measurements() -> None:
 
 def test_a_trace_that_begins_while_a_request_decodes_shows_it_decoding() -> None:
     subject = harness()
-    subject.add(one := request(max_tokens=30), two := request([5, 6], max_tokens=30))
+    one, two = subject.add_all(request(max_tokens=30), request([5, 6], max_tokens=30))
     for _ in range(5):
         subject.step()
     recorder = TraceRecorder(subject.scheduler, subject.clock())

@@ -49,6 +49,7 @@ from paceline.kernels.slot_state import SlotState
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import logit_adjustments, token_counts
 from paceline.scheduler.plan import Join
+from paceline.scheduler.tracked_request import TrackedRequest
 from tests.kernels.cases import poison_unwritten, poisoned, random_cache, relative_error
 from tests.kernels.trees import Sharing, random_sharing
 
@@ -218,8 +219,9 @@ def test_extend_at_size(window: int) -> None:
     qkv, table, norm = randn(sum(lengths), 4096), rope_table(4400, 128, 1e6, "cuda"), randn(128).abs()
     q = poisoned(sum(lengths), 16, 128, dtype=BF16, device="cuda")
     k, v = cache.k.clone(), cache.v.clone()
-    expected_q = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, table, norm, norm, EPS)
-    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, norm, norm, EPS)
+    turns = positions.flip(0).contiguous()
+    expected_q = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, turns, table, norm, norm, EPS)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, turns, table, norm, norm, EPS)
     assert relative_error(q, expected_q) < 1e-3
     assert relative_error(cache.k, k) < 1e-3
     tuning = ExtendTuning()
@@ -373,9 +375,9 @@ def test_adjusting_and_masking_at_size() -> None:
             min_tokens=99_999,
             logit_bias=dict.fromkeys(range(row * 20), 1.5),
         )
-        request = Request(str(row), pool[row, : 50 * row + 1], params, bad_word_ids=((5,), (int(pool[row, 99]), 6)))
-        request.stop_ids = frozenset({1, 2})
-        by = logit_adjustments(Join.of(request, row), vocab)
+        words = ((5,), (int(pool[row, 99]), 6))
+        request = Request(str(row), pool[row, : 50 * row + 1], params, bad_word_ids=words, eos_token_ids=(1, 2))
+        by = logit_adjustments(Join.of(TrackedRequest(request), row), vocab)
         assert by is not None
         tokens = pool[row, : 60 * row + 2]
         runs += adjust_runs(

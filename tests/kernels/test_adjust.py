@@ -23,6 +23,7 @@ from paceline.kernels.adjust import (
 from paceline.request import Request, SamplingParams
 from paceline.sampling.adjust import LogitAdjustments, adjust_row, logit_adjustments, token_counts
 from paceline.scheduler.plan import Join
+from paceline.scheduler.tracked_request import TrackedRequest
 
 VOCAB, LENGTH, SLOTS = 90, 40, 6
 RNG = np.random.default_rng(6)
@@ -36,16 +37,16 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def requests() -> list[tuple[Request, np.ndarray]]:
+def requests() -> list[tuple[TrackedRequest, np.ndarray]]:
     """Requests with the tokens they join with: some join again after a retraction."""
     found = []
     for number, options in enumerate(OPTIONS):
         prompt = RNG.integers(0, 30, 5 + number).astype(np.int32)
         output = RNG.integers(0, 30, 3 * (number % 2)).astype(np.int32)
         words = ((4,), (5, 6), (int(prompt[-1]), 8)) if number == 3 else ()
-        request = Request(str(number), prompt, SamplingParams(**options), bad_word_ids=words)
-        request.stop_ids = frozenset({1, 2, 500})
-        found.append((request, np.concatenate([prompt, output])))
+        params = SamplingParams(**options)
+        request = Request(str(number), prompt, params, bad_word_ids=words, eos_token_ids=(1, 2, 500))
+        found.append((TrackedRequest(request), np.concatenate([prompt, output])))
     return found
 
 

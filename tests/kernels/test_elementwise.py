@@ -6,7 +6,7 @@ import torch
 
 from paceline.kernels.pool_states import pool_states, pool_states_reference
 from paceline.kernels.rms_norm import post_norm, post_norm_reference, rms_norm, rms_norm_reference
-from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table
+from paceline.kernels.rope_kv import rope_kv, rope_kv_reference, rope_table, rotate_reference
 from paceline.kernels.silu_mul import silu_mul, silu_mul_reference
 from paceline.kernels.soft_cap import soft_cap, soft_cap_reference
 from tests.kernels.cases import poisoned, random_cache, relative_error
@@ -121,15 +121,30 @@ def test_rope_kv_rotates_and_writes_the_cache(
     qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * head_dim)
     slots = torch.tensor([2, 2, 2, 0, 1], dtype=torch.int32)
     positions = torch.tensor([15, 16, 17, 0, 39], dtype=torch.int32)
+    turns = torch.tensor([30, 3, 3, 7, 0], dtype=torch.int32)
     table = rope_table(40, head_dim, 1e4)
     norms = (torch.rand(head_dim) + 0.5, torch.rand(head_dim) + 0.5) if with_norm else (None, None)
     stream = 3 * torch.randn(tokens, 96) if defer_norm else None
-    expected = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, table, *norms, 1e-6, stream)
+    expected = rope_kv_reference(qkv, k, v, cache.page_table, slots, positions, turns, table, *norms, 1e-6, stream)
     q = poisoned(tokens, q_heads, head_dim, dtype=torch.float32)
-    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, *norms, 1e-6, stream)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, turns, table, *norms, 1e-6, stream)
     assert relative_error(q, expected) < 1e-6
     assert relative_error(cache.k, k) < 1e-6
     assert relative_error(cache.v, v) < 1e-6 if defer_norm else torch.equal(cache.v, v)
+
+
+def test_what_a_token_is_rotated_by_does_not_move_it_in_the_cache() -> None:
+    """The reference itself: rotated by other positions, keys are written to the places of their own."""
+    cache = random_cache(1, 40, 16, 2, 64, torch.float32)
+    qkv, table = torch.randn(3, 8 * 64), rope_table(40, 64, 1e4)
+    slots, positions = torch.zeros(3, dtype=torch.int32), torch.tensor([4, 20, 39], dtype=torch.int32)
+    turns = torch.tensor([17, 4, 20], dtype=torch.int32)
+    q = rope_kv_reference(qkv, cache.k, cache.v, cache.page_table, slots, positions, turns, table, None, None, 1e-6)
+    heads = qkv.view(3, 8, 64)
+    rotated = rotate_reference(heads[:, :6], None, table[turns.long()], 1e-6)
+    pages = cache.page_table[0, (positions // 16).long()].long()
+    assert torch.equal(q, rotated[:, :4]) and torch.equal(cache.k[pages, (positions % 16).long()], rotated[:, 4:])
+    assert torch.equal(cache.v[pages, (positions % 16).long()], heads[:, 6:])
 
 
 def test_rope_kv_writes_saturated_fp8() -> None:
@@ -141,7 +156,7 @@ def test_rope_kv_writes_saturated_fp8() -> None:
     qkv[1, -1], qkv[0, 0] = torch.nan, 1e6
     slots, positions = torch.tensor([[2, 2, 0, 1], [15, 16, 0, 39]], dtype=torch.int32)
     table = rope_table(40, 64, 1e4)
-    rest = (cache.page_table, slots, positions, table, None, None, 1e-6, None)
+    rest = (cache.page_table, slots, positions, positions, table, None, None, 1e-6, None)
     expected = rope_kv_reference(qkv, k, v, *rest, cache.scales)
     q = poisoned(4, 4, 64, dtype=torch.float16)
     rope_kv(qkv, q, cache.k, cache.v, *rest, None, cache.scales)
@@ -158,12 +173,13 @@ def test_rope_kv_does_not_write_decodes_and_padding() -> None:
     qkv, table = torch.randn(6, 8 * 64), rope_table(40, 64, 1e4)
     slots = torch.tensor([2, 1, 0, 0, 1, 0], dtype=torch.int32)
     positions = torch.tensor([15, 16, 17, 18, 39, 0], dtype=torch.int32)
+    turns = positions.flip(0).contiguous()
     middle = slice(2, 5)
     expected = rope_kv_reference(
-        qkv[middle], k, v, cache.page_table, slots[middle], positions[middle], table, None, None, 1e-6
+        qkv[middle], k, v, cache.page_table, slots[middle], positions[middle], turns[middle], table, None, None, 1e-6
     )
     q, live = poisoned(6, 4, 64, dtype=torch.float32), torch.tensor([2, 5], dtype=torch.int32)
-    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, table, None, None, 1e-6, live=live)
+    rope_kv(qkv, q, cache.k, cache.v, cache.page_table, slots, positions, turns, table, None, None, 1e-6, live=live)
     assert relative_error(q[middle], expected) < 1e-6
     assert q[:2].isnan().all() and q[5:].isnan().all()
     assert relative_error(cache.k, k) < 1e-6 and torch.equal(cache.v, v)

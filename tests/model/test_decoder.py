@@ -193,6 +193,19 @@ def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
             torch.testing.assert_close(found, expected[first : first + num_rows], atol=1e-3, rtol=1e-3)
 
 
+def test_tokens_are_rotated_by_the_given_positions_wherever_they_are_cached() -> None:
+    spec, weights = replace(BASE, **OPTIONS["defaults"]), weights_of(replace(BASE, **OPTIONS["defaults"]))
+    turns = torch.arange(len(TOKENS)) * 3 % 7
+    found = []
+    for model in (Decoder(spec, weights), CpuModel(Decoder(spec, dict(weights)))):
+        for positions in (turns, turns + 5):
+            cache = ContiguousCache(Decoder(spec, weights))
+            found.append(model.logits(model.forward(torch.tensor(TOKENS), positions, cache.attend)))
+    for one in found[1:]:
+        torch.testing.assert_close(one, found[0], atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(found[0], formula(spec, weights, TOKENS), atol=0.01)
+
+
 @pytest.mark.parametrize("option", ["experts", "experts with biases"])
 def test_experts_of_some_rows_equal_all_experts_masked(option: str) -> None:
     spec = vary(BASE, **OPTIONS[option])

@@ -3,6 +3,7 @@ bits whatever else is in a batch. Both with and without tiles, which compute the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,6 +28,8 @@ from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
 from tests.helpers import clang_library, library_with_tiles, needs_compiler, portable_library, retract_often
+
+Turn = Callable[[np.ndarray], np.ndarray]
 
 pytestmark = needs_compiler
 
@@ -69,7 +72,14 @@ def quantised(
     return model, Decoder(spec, vectors | {name: one.dequantise() for name, one in matrices.items()})
 
 
-def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | None = None, *, factor: int = 1) -> None:
+def compare(
+    model: QuantisedModel,
+    reference: Decoder,
+    adapter: LoraWeights | None = None,
+    *,
+    factor: int = 1,
+    turn: Turn = lambda positions: positions,
+) -> None:
     """The logits of generated tokens, and those of prompts if tiles compute them. A sum in another order may round an
     input, a key or a value the other way, and change all that follows a little. The reference does not round the
     weights of attention."""
@@ -81,14 +91,14 @@ def compare(model: QuantisedModel, reference: Decoder, adapter: LoraWeights | No
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "linear", lambda x, weight, bias=None: linear(round_inputs(x), weight, bias))
-        expected = logits_in_chunks(reference, adapter, factor)
+        expected = logits_in_chunks(reference, adapter, factor, turn=turn)
         patch.setattr(F, "linear", with_halves)
-        expected_of_prompts = logits_in_chunks(reference, adapter, factor, are_prompts=True)
-    difference, spread = (logits_in_chunks(model, adapter, factor) - expected).abs(), float(expected.std())
+        expected_of_prompts = logits_in_chunks(reference, adapter, factor, turn=turn, are_prompts=True)
+    difference, spread = (logits_in_chunks(model, adapter, factor, turn=turn) - expected).abs(), float(expected.std())
     assert float(difference.mean()) < 7e-4 * spread
     assert float(difference.max()) < 3e-2 * spread
     if model._library.has_tiles:
-        difference = (logits_in_chunks(model, adapter, factor, are_prompts=True) - expected_of_prompts).abs()
+        difference = (logits_in_chunks(model, adapter, factor, turn=turn, are_prompts=True) - expected_of_prompts).abs()
         assert float(difference.mean()) < 0.015 * spread
         assert float(difference.max()) < 0.25 * spread
 
@@ -167,6 +177,17 @@ def test_windows_in_a_context_of_several_chunks() -> None:
     compare(*random_model({"windows": (70, None)}), factor=4)
 
 
+def test_rotation_positions_are_apart_from_cache_positions() -> None:
+    """Also in windows, which are counted in the cache: two tokens that are rotated alike are two tokens."""
+    model, reference = random_model({"windows": (20, None)})
+    turn: Turn = lambda positions: positions * 7 % 50 + 100  # noqa: E731
+    compare(model, reference, turn=turn)
+    as_text = logits_in_chunks(model)
+    assert (logits_in_chunks(model, turn=turn) - as_text).abs().max() > 0.1
+    moved = logits_in_chunks(model, turn=lambda positions: positions + 100)
+    assert (moved - as_text).abs().mean() < 0.015 * as_text.std(), "but for rounding only differences matter"
+
+
 def random_model(options: dict[str, Any]) -> tuple[QuantisedModel, Decoder]:
     sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "ffn": Dense(size=96), "vocab_size": 120}
     spec = vary(shape("tiny-llama"), context_tokens=256, rope=RopeSpec(), **{**sizes, **options})
@@ -213,10 +234,15 @@ def random_adapter(spec: ModelSpec) -> LoraWeights:
 
 
 def logits_in_chunks(
-    model: Any, adapter: LoraWeights | None = None, factor: int = 1, *, are_prompts: bool = False
+    model: Any,
+    adapter: LoraWeights | None = None,
+    factor: int = 1,
+    *,
+    turn: Turn = lambda positions: positions,
+    are_prompts: bool = False,
 ) -> torch.Tensor:
     """Of two rows: one computed in three chunks beside the other, on pages in no order. The first has the adapter.
-    factor: of all lengths."""
+    factor: of all lengths. turn: what tokens are rotated by, of their positions."""
     num_tokens, num_pages = 60 * factor, 40 * factor
     tables = SlotTables(2, 64 * factor, 4)
     tables.tokens[:, :num_tokens] = torch.randint(
@@ -235,6 +261,7 @@ def logits_in_chunks(
         attend = attention.begin(inputs)
         if isinstance(model, Decoder):
             attend = with_halves_in(attend, model.spec, are_prompts=are_prompts)
-        hidden = model.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend, lora)
+        rotated_by = torch.from_numpy(turn(inputs.rope_positions))
+        hidden = model.forward(torch.from_numpy(inputs.tokens), rotated_by, attend, lora)
         parts.append(model.logits(hidden))
     return torch.cat(parts)

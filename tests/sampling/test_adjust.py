@@ -11,6 +11,7 @@ import torch
 from paceline.request import InvalidRequest, Request, SamplingParams
 from paceline.sampling.adjust import BANNED_LOGIT, adjust_row, logit_adjustments
 from paceline.scheduler.plan import Join
+from paceline.scheduler.tracked_request import TrackedRequest
 from tests.lazy import Lazy
 
 processors = Lazy("transformers.generation.logits_process")
@@ -23,7 +24,7 @@ LOGITS = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
 
 def adjusted(bad_words: tuple[tuple[int, ...], ...] = (), **params: Any) -> np.ndarray:
     request = Request("a", np.array(PROMPT), SamplingParams(**params), bad_word_ids=bad_words)
-    by = logit_adjustments(Join.of(request, 0), VOCAB)
+    by = logit_adjustments(Join.of(TrackedRequest(request), 0), VOCAB)
     assert by is not None
     logits = LOGITS[0].numpy().copy()
     adjust_row(logits, np.array(PROMPT + OUTPUT, np.int32), by)
@@ -72,7 +73,7 @@ def test_bad_words_equal_transformers() -> None:
 
 def test_a_request_without_adjustments_has_none() -> None:
     request = Request("a", np.array(PROMPT), SamplingParams(logit_bias={1000: 5}))
-    assert logit_adjustments(Join.of(request, 0), VOCAB) is None
+    assert logit_adjustments(Join.of(TrackedRequest(request), 0), VOCAB) is None
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from paceline.request import FinishReason, Grammar, InvalidRequest, Request, Sam
 from paceline.sampling.grammar import Compiling, Grammars
 from paceline.sampling.grammar_source import num_repeats
 from paceline.scheduler.plan import Updates
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.json_schema import closed
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
@@ -389,7 +390,7 @@ def test_failing_masks_end_all_requests_with_an_error() -> None:
 
 def test_started_masks_equal_masks_computed_directly() -> None:
     grammars = Grammars(synthetic_tokenizer(4096), 4096)
-    requests = [Request(str(index), np.arange(3), SamplingParams()) for index in range(20)]
+    requests = [TrackedRequest(Request(str(index), np.arange(3), SamplingParams())) for index in range(20)]
     for request, schema in zip(requests, SCHEMAS, strict=False):
         if request is not requests[3]:
             grammars.attach(request, grammars.compile(Grammar.json_schema(schema)).result())
@@ -490,7 +491,7 @@ def test_allowed_tokens_are_accepted_if_the_model_has_more_ids_than_its_tokenize
         (Grammar.lark('start: "\\"name name\\""'), "name name"),
         (Grammar.json_schema({**schema, "additionalProperties": False}), {"name": "ü na"}),
     ):
-        request = Request("a", np.arange(3), SamplingParams())
+        request = TrackedRequest(Request("a", np.arange(3), SamplingParams()))
         grammars.attach(request, grammars.compile(grammar).result())
         generated: list[int] = []
         while not (tokenizer.eos_ids & set(generated)):

@@ -17,6 +17,7 @@ from paceline.sampling.logprobs import (
     without_nan,
 )
 from paceline.scheduler.plan import Join, Plan
+from paceline.scheduler.tracked_request import TrackedRequest
 
 ROWS = {
     "random": torch.randn(400, generator=torch.Generator().manual_seed(1)),
@@ -53,7 +54,7 @@ def test_requests_fill_batches_of_one_size() -> None:
 def table_of(*each: SamplingParams) -> LogprobTable:
     table = LogprobTable(len(each), 400)
     for slot, params in enumerate(each):
-        table.join(Join.of(Request(f"r{slot}", np.arange(1, 4), params), slot))
+        table.join(Join.of(TrackedRequest(Request(f"r{slot}", np.arange(1, 4), params)), slot))
     return table
 
 
@@ -89,7 +90,7 @@ def test_width_is_the_largest_request_of_the_sampling_rows() -> None:
     assert table.of_output(plan_of([0, 3], [True, False])) is None, "a prompt that continues samples nothing"
     assert table.of_output(plan_of([0, 1, 2], [True] * 3)) == LogprobWidth(3, 2)
     assert table.of_output(plan_of([3, 2], [True, True])) == LogprobWidth(20, 2)
-    table.join(Join.of(Request("next", np.arange(1, 4), plain), 3))
+    table.join(Join.of(TrackedRequest(Request("next", np.arange(1, 4), plain)), 3))
     assert table.of_output(plan_of([3], [True])) is None, "the new owner of the slot requests nothing"
 
 

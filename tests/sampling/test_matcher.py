@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.request import Grammar, Phase, Request, SamplingParams
+from paceline.request import Grammar, Request, SamplingParams
 from paceline.sampling import grammar_source as grammar_module
 from paceline.sampling.grammar import Grammars
 from paceline.scheduler.plan import Updates
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 from paceline.text.synthetic import synthetic_tokenizer
 from paceline.text.tokenizer import Tokenizer
 from tests.sampling.test_grammar import SCHEMAS
@@ -37,11 +38,11 @@ def grammars() -> Iterator[Grammars]:
     made.close()
 
 
-def new_request() -> Request:
-    return Request("a", np.arange(3), SamplingParams())
+def new_request() -> TrackedRequest:
+    return TrackedRequest(Request("a", np.arange(3), SamplingParams()))
 
 
-def attached(grammars: Grammars, grammar: Grammar) -> Request:
+def attached(grammars: Grammars, grammar: Grammar) -> TrackedRequest:
     request = new_request()
     grammars.attach(request, grammars.compile(grammar).result(30))
     return request
@@ -52,7 +53,7 @@ def buffer(masks: int, words: int) -> Any:
     return np.random.default_rng(masks).integers(-(2**31), 2**31, (masks, words)).astype(np.int32)
 
 
-def advance(grammars: Grammars, request: Request, tokens: list[int]) -> list[str]:
+def advance(grammars: Grammars, request: TrackedRequest, tokens: list[int]) -> list[str]:
     """Commits tokens of one pass. Returns why the grammar failed, if it did."""
     request.output.extend(tokens)
     updates = Updates((request,) * len(tokens), np.array(tokens, np.int32), (), frozenset())

@@ -14,6 +14,7 @@ from paceline.sampling.noise import gumbel
 from paceline.sampling.sampler import Sampler
 from paceline.sampling.types import NO_TOKEN
 from paceline.scheduler.plan import Join
+from paceline.scheduler.tracked_request import TrackedRequest
 
 VOCAB, DRAWS = 40, 60_000
 NO_HISTORY = np.zeros((0, 0), np.int32)
@@ -36,7 +37,7 @@ def exact(params: SamplingParams) -> np.ndarray:
 
 def draw(params: SamplingParams, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     sampler = Sampler(VOCAB, 1)
-    sampler.join(Join.of(Request("a", np.array([1]), params), 0))
+    sampler.join(Join.of(TrackedRequest(Request("a", np.array([1]), params)), 0))
     sampler._seed = seeds  # a slot for each draw would be the same, slower
     for name in ("_temperature", "_top_k", "_top_p", "_min_p", "_adjusted"):
         setattr(sampler, name, np.repeat(getattr(sampler, name), len(seeds)))
@@ -88,7 +89,7 @@ def test_a_row_is_sampled_the_same_in_any_batch() -> None:
         SamplingParams(seed=5),
     ]
     for slot, params in enumerate(kinds):
-        sampler.join(Join.of(Request(str(slot), np.array([1]), params), slot))
+        sampler.join(Join.of(TrackedRequest(Request(str(slot), np.array([1]), params)), slot))
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2))
     slots, positions = np.arange(8), np.arange(8) % 7 + 10
     together = sampler.sample(logits.clone(), slots, positions, NO_HISTORY)
@@ -105,7 +106,7 @@ def test_rows_without_finite_logits_get_no_token_and_change_no_other_row(nothing
     sampler = Sampler(VOCAB, 2 * len(kinds))
     for slot in range(2 * len(kinds)):
         params = SamplingParams(**kinds[slot // 2], seed=slot)
-        sampler.join(Join.of(Request(str(slot), np.array([1]), params), slot))
+        sampler.join(Join.of(TrackedRequest(Request(str(slot), np.array([1]), params)), slot))
     slots = np.arange(2 * len(kinds))
     logits = LOGITS.repeat(len(slots), 1)
     alone = [int(sampler.sample(logits[[row]].clone(), slots[[row]], slots[[row]], NO_HISTORY)[0]) for row in slots]
@@ -129,9 +130,9 @@ def test_neighbouring_seeds_and_positions_are_independent() -> None:
 def test_stop_ids_are_banned_before_min_tokens() -> None:
     best = int(LOGITS.argmax())
     sampler = Sampler(VOCAB, 1)
-    request = Request("a", np.zeros(10, np.int32), SamplingParams(temperature=0, min_tokens=3))
-    request.stop_ids = frozenset({best, 10_000})
-    sampler.join(Join.of(request, 0))
+    params = SamplingParams(temperature=0, min_tokens=3)
+    request = Request("a", np.zeros(10, np.int32), params, eos_token_ids=(best, 10_000))
+    sampler.join(Join.of(TrackedRequest(request), 0))
     history = np.zeros((1, 20), np.int32)
     found = [
         int(sampler.sample(LOGITS[None].clone(), np.array([0]), np.array([at]), history)[0]) for at in (10, 11, 12, 13)

@@ -8,6 +8,7 @@ from paceline.config import POLICIES
 from paceline.request import Request
 from paceline.scheduler.adapter_slots import AdapterSlots
 from paceline.scheduler.plan import AdapterLoad
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.testing import Harness
 from tests.helpers import admissions, harness, request
 
@@ -35,14 +36,14 @@ def test_the_least_recently_used_adapter_is_replaced_and_never_one_in_use() -> N
 
 def test_plans_load_adapters_and_rows_name_their_slots() -> None:
     subject = harness(adapter_slots=2)
-    subject.add(of("x", 1), of("y", 2), of("", 3), of("x", 4))
+    subject.add_all(of("x", 1), of("y", 2), of("", 3), of("x", 4))
     plan = subject.scheduler.plan(0.0)
     assert plan is not None
     assert {load.adapter: load.slot for load in plan.adapter_loads} == {"x": 0, "y": 1}
     assert {join.request_id: join.adapter_slot for join in plan.joins} == {"x1": 0, "y2": 1, "3": None, "x4": 0}
 
 
-def keep_adding(subject: Harness, adapter: str, count: int, until: Request) -> int:
+def keep_adding(subject: Harness, adapter: str, count: int, until: TrackedRequest) -> int:
     """Adds a request with `adapter` before every step, until `until` has begun. Returns how many."""
     for number in range(count):
         subject.add(of(adapter, number))
@@ -55,10 +56,9 @@ def keep_adding(subject: Harness, adapter: str, count: int, until: Request) -> i
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_adapters_in_use_cannot_keep_another_one_waiting_for_ever(policy: str) -> None:
     subject = harness(adapter_slots=1, max_overtakes=5, policy=policy, num_pages=256, max_wait=float("inf"))
-    subject.add(of("x", 900), of("x", 901))
+    subject.add_all(of("x", 900), of("x", 901))
     subject.step()
-    waits = of("y", 1)
-    subject.add(waits)
+    waits = subject.add(of("y", 1))
     keep_adding(subject, "x", 60, waits)
     subject.run()
     subject.assert_reference()
@@ -67,13 +67,12 @@ def test_adapters_in_use_cannot_keep_another_one_waiting_for_ever(policy: str) -
 
 def test_while_a_slot_drains_other_adapters_and_the_base_model_are_served() -> None:
     subject = harness(adapter_slots=2, max_overtakes=0, max_running=16, num_pages=256)
-    subject.add(of("x", 1, 8), of("z", 1, 30))
+    subject.add_all(of("x", 1, 8), of("z", 1, 30))
     subject.step()
-    waits = of("y", 1)
-    subject.add(waits)
+    subject.add(of("y", 1))
     subject.step()
     assert "a slot for its adapter" in subject.scheduler.explain("y1")
-    subject.add(of("x", 2), of("z", 2), of("", 2))
+    subject.add_all(of("x", 2), of("z", 2), of("", 2))
     for _ in range(3):
         subject.step()
     # x ends first, so it gets no new requests; z goes on.
@@ -90,7 +89,7 @@ def test_a_long_queue_of_an_adapter_without_a_slot_holds_up_nobody() -> None:
     subject = harness(adapter_slots=1, max_overtakes=1000, num_pages=256)
     subject.add(of("x", 1, 40))
     subject.step()
-    subject.add(*(of("y", number) for number in range(200)), of("", 1), of("x", 2), of("", 3, tenant="other"))
+    subject.add_all(*(of("y", number) for number in range(200)), of("", 1), of("x", 2), of("", 3, tenant="other"))
     subject.step()
     assert sorted(admissions(subject.scheduler)) == ["1", "3", "x1", "x2"]
     subject.run()
@@ -102,7 +101,7 @@ def test_a_retracted_request_gets_its_adapter_back_before_new_requests() -> None
     subject.add(of("x", 0, 12))
     subject.step()
     subject.scheduler.retract("x0", subject.clock(), "a test")
-    subject.add(*(of("y", number) for number in range(20)))
+    subject.add_all(*(of("y", number) for number in range(20)))
     subject.run()
     # In the step that retracted it, it was no candidate.
     assert admissions(subject.scheduler) == ["x0", *(f"y{n}" for n in range(8)), "x0", *(f"y{n}" for n in range(8, 20))]
@@ -115,6 +114,6 @@ def test_the_slot_of_a_request_that_waits_for_memory_is_kept_for_it() -> None:
     subject.step()
     subject.add(request([7] * 20, 16, id="large", adapter="y"))
     subject.step()
-    subject.add(request([8, 8], 2, id="small", adapter="z"), request([9, 9], 2, id="base"))
+    subject.add_all(request([8, 8], 2, id="small", adapter="z"), request([9, 9], 2, id="base"))
     subject.run()
     assert admissions(subject.scheduler) == ["0", "base", "large", "small"]

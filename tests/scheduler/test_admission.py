@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.request import Phase, Request
 from paceline.scheduler import EventKind, Plan, Scheduler
 from paceline.scheduler.admission import MAX_MOVES_PER_STEP
 from paceline.scheduler.retraction import MAX_RETRACTIONS
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
@@ -33,7 +33,7 @@ def step(core: Scheduler) -> Plan:
     return plan
 
 
-def passes_until_finished(core: Scheduler, *requests: Request) -> int:
+def passes_until_finished(core: Scheduler, *requests: TrackedRequest) -> int:
     count = 0
     while not all(one.is_finished for one in requests):
         step(core)
@@ -41,11 +41,9 @@ def passes_until_finished(core: Scheduler, *requests: Request) -> int:
     return count
 
 
-def long_prompts(core: Scheduler, count: int, num_tokens: int = 20_000, **fields: Any) -> list[Request]:
-    found = [request(prompt([number + 1] * num_tokens), 1, **fields) for number in range(count)]
-    for one in found:
-        core.add(one, 0.0)
-    return found
+def long_prompts(core: Scheduler, count: int, num_tokens: int = 20_000, **fields: Any) -> list[TrackedRequest]:
+    prompts = [prompt([number + 1] * num_tokens) for number in range(count)]
+    return [core.add(request(tokens, 1, **fields), 0.0) for tokens in prompts]
 
 
 def test_a_burst_of_short_requests_is_admitted_over_several_steps() -> None:
@@ -88,7 +86,7 @@ def test_a_short_prompt_is_admitted_at_once_while_long_ones_use_the_whole_budget
     long_prompts(core, 12)
     for _ in range(5):
         assert step(core).num_prefill_tokens == 8192 - num_decodes
-        core.add(short := request(prompt([99] * 300), 1), 0.0)
+        short = core.add(request(prompt([99] * 300), 1), 0.0)
         plan = step(core)
         assert short.is_finished
         assert plan.num_prefill_tokens == 8192 - num_decodes
@@ -109,9 +107,7 @@ def test_long_prompts_leave_three_quarters_of_a_small_pass_to_short_ones() -> No
     core = large(chunk_tokens=100, max_prefill_tokens=100)
     long_prompts(core, 2)
     assert step(core).lengths.tolist() == [100]
-    short = [request(prompt([90 + number] * 25), 1) for number in range(3)]
-    for one in short:
-        core.add(one, 0.0)
+    short = [core.add(request(prompt([90 + number] * 25), 1), 0.0) for number in range(3)]
     assert step(core).lengths.tolist() == [25] * 4
     assert all(one.is_finished for one in short)
 
@@ -136,9 +132,9 @@ def test_no_prompt_token_of_a_pass_is_left_unused_or_given_to_a_lower_priority(
     """With memory and slots for all, whatever `priority` allows: requests of a priority and above get min(budget, what
     they can use) tokens. For other policies that holds for all requests together."""
     core = large(chunk_tokens=chunk_tokens, max_prefill_tokens=32, policy=policy, page_size=4)
-    alive: list[Request] = []
+    alive: list[TrackedRequest] = []
     for number, (priority, num_tokens, pause) in enumerate(arrivals):
-        core.add(one := request(prompt([number + 1] * num_tokens), 1, priority=priority), 0.0)
+        one = core.add(request(prompt([number + 1] * num_tokens), 1, priority=priority), 0.0)
         alive.append(one)
         for _ in range(pause if number + 1 < len(arrivals) else 99):
             if not alive:
@@ -155,7 +151,7 @@ def test_no_prompt_token_of_a_pass_is_left_unused_or_given_to_a_lower_priority(
     assert not alive
 
 
-def computed(core: Scheduler, one: Request) -> int:
+def computed(core: Scheduler, one: TrackedRequest) -> int:
     return 0 if one.slot is None else int(core.memory.slots.computed[one.slot])
 
 
@@ -172,13 +168,13 @@ def test_short_prompts_do_not_take_memory_that_a_long_one_lacked() -> None:
         policy="fcfs",
         context_tokens=2000,
     )
-    core.add(first := request(prompt([1] * 400), 1), 0.0)
+    first = core.add(request(prompt([1] * 400), 1), 0.0)
     numbers = itertools.count(3)
     for _ in range(6):
         core.add(request([next(numbers)], 20), 0.0)
     for _ in range(3):
         step(core)
-    core.add(long := request(prompt([2] * 60), 20), 0.0)
+    long = core.add(request(prompt([2] * 60), 20), 0.0)
     while long.slot is None:
         while core.num_waiting < 4:
             core.add(request([next(numbers), 4], 20), 0.0)
@@ -200,7 +196,7 @@ def test_a_reservation_yields_to_a_higher_priority_and_returns() -> None:
     assert events(core, EventKind.RESERVE, "reserved")
     for priority in (0, -1):
         core.add(request([6], 6, priority=priority, id=f"after{priority}"), 0.0)
-    core.add(high := request([7], 6, priority=1, id="high"), 0.0)
+    high = core.add(request([7], 6, priority=1, id="high"), 0.0)
     assert passes_until_finished(core, high) == 6
     passes_until_finished(core, *core.requests.values())
     assert admissions(core) == ["runner", "high", "reserved", "after0", "after-1"]
@@ -212,14 +208,14 @@ def test_a_long_prompt_of_higher_priority_does_not_wait_for_lower_ones(chunk_tok
     core = large(policy="priority", chunk_tokens=chunk_tokens)
     lower = long_prompts(core, num_running)
     step(core)
-    core.add(high := request(prompt([99] * 12_000), 1, priority=1), 0.0)
+    high = core.add(request(prompt([99] * 12_000), 1, priority=1), 0.0)
     assert passes_until_finished(core, high) == -(-12_000 // chunk_tokens)
     passes_until_finished(core, *lower)
 
 
 def test_a_reserved_request_does_not_put_prompts_of_its_priority_before_higher_ones() -> None:
     core = large(policy="priority", chunk_tokens=8192, max_overtakes=0, num_pages=4000, context_tokens=60_000)
-    core.add(runner := request(prompt([97] * 16_000), 4000), 0.0)
+    runner = core.add(request(prompt([97] * 16_000), 4000), 0.0)
     while not runner.output:
         step(core)
     core.add(request(prompt([98] * 49_000), 1, id="reserved"), 0.0)
@@ -227,7 +223,7 @@ def test_a_reserved_request_does_not_put_prompts_of_its_priority_before_higher_o
     assert events(core, EventKind.RESERVE, "reserved")
     long_prompts(core, 1, 14_000)
     step(core)
-    core.add(high := request(prompt([99] * 12_000), 1, priority=1), 0.0)
+    high = core.add(request(prompt([99] * 12_000), 1, priority=1), 0.0)
     assert passes_until_finished(core, high) == 2
 
 
@@ -235,9 +231,9 @@ def test_a_reserved_request_does_not_put_prompts_of_its_priority_before_higher_o
 def test_prompts_are_retracted_for_a_higher_priority(overlap: bool) -> None:
     """Prompts had a chunk in every pass and were never retracted: the higher priority waited until they were done."""
     subject = harness(policy="priority", retract_gap=1, max_running=2, chunk_tokens=8, num_pages=400, overlap=overlap)
-    subject.add(*(request(prompt([number + 1] * 200), 4) for number in range(2)))
+    subject.add_all(*(request(prompt([number + 1] * 200), 4) for number in range(2)))
     subject.step()
-    subject.add(high := request(prompt([9] * 4), 4, priority=1))
+    high = subject.add(request(prompt([9] * 4), 4, priority=1))
     subject.step()
     assert high.phase is not Phase.WAITING
     assert subject.scheduler.counters.retractions == 1
@@ -250,9 +246,7 @@ def test_all_requests_of_higher_priority_are_admitted_in_the_next_pass() -> None
     for number in range(4):
         core.add(request([number + 1], 50), 0.0)
     step(core)
-    higher = [request([number + 11], 4, priority=1) for number in range(4)]
-    for one in higher:
-        core.add(one, 0.0)
+    higher = [core.add(request([number + 11], 4, priority=1), 0.0) for number in range(4)]
     step(core)
     assert all(one.phase is Phase.DECODING for one in higher)
 
@@ -263,7 +257,7 @@ def test_a_retraction_frees_tokens_where_decodes_use_them_all() -> None:
         core.add(request([number + 1], 50), 0.0)
     while core.num_waiting:
         step(core)
-    core.add(high := request([9], 4, priority=1), 0.0)
+    high = core.add(request([9], 4, priority=1), 0.0)
     step(core)
     assert high.phase is Phase.DECODING
 
@@ -271,23 +265,22 @@ def test_a_retraction_frees_tokens_where_decodes_use_them_all() -> None:
 # ---------------------------------------------------------------------- reservations
 
 
-def behind_a_long_one(retracted: bool, **options: Any) -> tuple[Scheduler, Request, Request]:
+def behind_a_long_one(retracted: bool, **options: Any) -> tuple[Scheduler, TrackedRequest, TrackedRequest]:
     """4,800 tokens of memory: a running request of 2,800 tokens, and one of 3,100 that waits for it to end."""
     core = large(num_pages=300, max_overtakes=0, max_prefill_tokens=4096, chunk_tokens=4096, **options)
-    runner = request(prompt([1] * 1400), 1400, id="runner")
-    waiting = request(prompt([2] * 2500), 600, id="waiting")
+    late = request(prompt([2] * 2500), 600, id="waiting")
     if retracted:
-        core.add(waiting, 0.0)
+        waiting = core.add(late, 0.0)
         for _ in range(MAX_RETRACTIONS - 1):
             step(core)
             core.retract("waiting", 0.0, "a test")
             assert core.plan(0.0) is None, "it is not a candidate in this step"
         step(core)
         core.retract("waiting", 0.0, "a test")
-    core.add(runner, 0.0)
+    runner = core.add(request(prompt([1] * 1400), 1400, id="runner"), 0.0)
     step(core)
     if not retracted:
-        core.add(waiting, 0.0)
+        waiting = core.add(late, 0.0)
     step(core)
     assert runner.slot is not None
     assert events(core, EventKind.RESERVE, "waiting")
@@ -299,7 +292,7 @@ def test_requests_that_fit_beside_a_reservation_are_admitted_at_once(retracted: 
     """Nothing was admitted for as long as the runner ran: here 1,400 passes. It still starts when the runner ends."""
     core, runner, waiting = behind_a_long_one(retracted)
     while not runner.is_finished:
-        core.add(small := request(prompt([3] * 20), 10), 0.0)
+        small = core.add(request(prompt([3] * 20), 10), 0.0)
         step(core)
         assert small.slot is not None
     step(core)
@@ -310,9 +303,9 @@ def test_requests_that_fit_beside_a_reservation_are_admitted_at_once(retracted: 
 def test_requests_that_would_delay_a_reserved_one_wait(retracted: bool) -> None:
     """Each fits beside the runner now, but the third not beside the reserved request when the runner ends."""
     core, runner, waiting = behind_a_long_one(retracted)
-    others = [request(prompt([3 + number]), 700) for number in range(3)]  # of 44 pages; 106 are left
-    for one in others:
-        core.add(one, 0.0)
+    others = []
+    for number in range(3):
+        others.append(core.add(request(prompt([3 + number]), 700), 0.0))  # of 44 pages; 106 are left
         step(core)
     assert [one.slot is not None for one in others] == [True, True, False]
     passes_until_finished(core, runner)
@@ -322,9 +315,9 @@ def test_requests_that_would_delay_a_reserved_one_wait(retracted: bool) -> None:
 
 def test_the_last_slot_is_kept_for_a_reserved_request() -> None:
     core, runner, waiting = behind_a_long_one(retracted=False, max_running=3)
-    others = [request(prompt([3 + number]), 700) for number in range(2)]
-    for one in others:
-        core.add(one, 0.0)
+    others = []
+    for number in range(2):
+        others.append(core.add(request(prompt([3 + number]), 700), 0.0))
         step(core)
     assert [one.slot is not None for one in others] == [True, False]
     passes_until_finished(core, runner)
@@ -352,7 +345,7 @@ def test_a_reserved_request_starts_before_requests_that_ran_earlier_can_have_end
     before = core.running.requests
     for one in [one for one in core.requests.values() if one.slot is None]:
         core.abort(one.id, 0.0)
-    core.add(reserved := request(prompt([next(numbers)] * (size - 10)), 10), 0.0)
+    reserved = core.add(request(prompt([next(numbers)] * (size - 10)), 10), 0.0)
     longest_first = sorted(before, key=lambda one: len(one.output) - one.max_tokens)
     bound, left = 0, 60 - core.memory.full_pages(reserved)
     for one in longest_first:
@@ -377,7 +370,7 @@ def test_a_protected_request_returns_beside_requests_that_may_be_retracted() -> 
     here 2,899 passes."""
     core = large(num_pages=300)
     fields: dict[str, Any] = {"eos_token_ids": (EOS,), "expected_tokens": 10}
-    core.add(one := request(prompt([2] * 100), 2900, id="protected", **fields), 0.0)
+    one = core.add(request(prompt([2] * 100), 2900, id="protected", **fields), 0.0)
     core.add(request(prompt([1] * 100), 2900, id="runner", **fields), 0.0)
     step(core)
     for _ in range(MAX_RETRACTIONS):
@@ -397,9 +390,7 @@ def test_a_protected_request_returns_beside_requests_that_may_be_retracted() -> 
 def test_a_prefix_computed_in_small_chunks_is_computed_once(options: dict[str, int], policy: str) -> None:
     """Each chunk is smaller than prefix_wait_tokens: 2,024 tokens were computed for two requests."""
     core = large(policy=policy, **options)
-    sharers = [request(prompt(range(1, 1001), [number] * 12), 1) for number in range(4)]
-    for one in sharers:
-        core.add(one, 0.0)
+    sharers = [core.add(request(prompt(range(1, 1001), [number] * 12), 1), 0.0) for number in range(4)]
     passes_until_finished(core, *sharers)
     assert 992 + 4 * 20 <= core.counters.computed_tokens < 992 + 4 * 20 + 3 * 32
 
@@ -407,15 +398,15 @@ def test_a_prefix_computed_in_small_chunks_is_computed_once(options: dict[str, i
 def test_a_request_that_shares_little_of_a_long_prompt_is_not_held_back() -> None:
     core = large(chunk_tokens=16)
     core.add(request(prompt(range(1, 1001)), 1), 0.0)
-    core.add(other := request(prompt(range(1, 17), 7), 1), 0.0)
+    other = core.add(request(prompt(range(1, 17), 7), 1), 0.0)
     assert passes_until_finished(core, other) == 2, "the shared page, and its own token"
 
 
 def test_a_sharer_of_higher_priority_computes_the_prefix_itself() -> None:
     core = large(policy="priority", max_prefill_tokens=16)
-    core.add(low := request(prompt(range(1, 1001), [1] * 12), 1), 0.0)
+    low = core.add(request(prompt(range(1, 1001), [1] * 12), 1), 0.0)
     step(core)
-    core.add(high := request(prompt(range(1, 1001), [2] * 12), 1, priority=1), 0.0)
+    high = core.add(request(prompt(range(1, 1001), [2] * 12), 1, priority=1), 0.0)
     assert passes_until_finished(core, high) == -(-(1012 - 16) // 16)
     passes_until_finished(core, low)
     assert core.counters.computed_tokens <= 992 + 2 * 20 + 32
@@ -426,10 +417,10 @@ def test_a_long_prompt_that_gets_no_tokens_holds_no_sharer_back() -> None:
     long prompt does not compute the same tokens in that pass."""
     core = large()
     older = long_prompts(core, 3)
-    core.add(slow := request(prompt(range(30_000, 50_000)), 1), 0.0)
+    slow = core.add(request(prompt(range(30_000, 50_000)), 1), 0.0)
     step(core)
     assert computed(core, slow) == 2048
-    core.add(sharer := request(prompt(range(30_000, 33_600), 7), 1), 0.0)
+    sharer = core.add(request(prompt(range(30_000, 33_600), 7), 1), 0.0)
     assert passes_until_finished(core, sharer) == 1
     passes_until_finished(core, *older, slow)
     assert core.counters.computed_tokens == 4 * 20_000 + 1

@@ -18,7 +18,8 @@ from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler, StepTime
 from paceline.scheduler.aging import GivenLimits
-from tests.helpers import admissions, harness, prompt, request, scheduler
+from paceline.scheduler.tracked_request import TrackedRequest
+from tests.helpers import admissions, harness, prompt, request, scheduler, tracked
 
 AGING = ("fair", "lpm", "dfs", "sjf", "lof", "random")
 # Prefill at 10,000 tokens a second, a decode pass of 10 ms: both matter in small examples.
@@ -55,13 +56,13 @@ def serve(arrivals: list[Arrival], policy: str, **options: float | int) -> Serve
     core = Scheduler(SchedulerConfig(num_pages=50_000, policy=policy, **options))  # type: ignore[arg-type]
     executor = VirtualExecutor(clock, STEP_TIME)
     loop = Loop(core, executor, clock, overlap=False)
-    requests = [one.request(number) for number, one in enumerate(arrivals)]
+    requests: list[TrackedRequest] = []
     coming, longest_pass = 0, 0.0
     while coming < len(arrivals) or core.has_work:
         if not core.has_work:
             clock.advance_to(arrivals[coming].at)
         while coming < len(arrivals) and arrivals[coming].at <= clock.now:
-            core.add(requests[coming], arrivals[coming].at)
+            requests.append(core.add(arrivals[coming].request(coming), arrivals[coming].at))
             coming += 1
         before = clock.now
         loop.step()
@@ -94,7 +95,7 @@ def passed_by(policy: str, cold_tokens: int, own_tokens: int) -> tuple[int, floa
 
     subject.add(request(prompt([5] * 32, 1), 1))
     subject.run()
-    subject.add(cold := request(prompt([9] * cold_tokens), 1 if policy == "lof" else 3, id="cold"))
+    cold = subject.add(request(prompt([9] * cold_tokens), 1 if policy == "lof" else 3, id="cold"))
     while cold.first_admitted is None:
         refill()
         subject.step()
@@ -117,7 +118,7 @@ def test_without_aging_a_cold_request_starves() -> None:
     subject = harness(policy="lpm", max_wait=math.inf, max_running=1, num_pages=4096, page_size=4)
     subject.add(request(prompt([5] * 40), 1))
     subject.run()
-    subject.add(cold := request(prompt([9] * 64), 1))
+    cold = subject.add(request(prompt([9] * 64), 1))
     for number in range(300):
         subject.add(request(prompt([5] * 40, number % 7), 1))
         subject.step()
@@ -221,7 +222,7 @@ def test_aging_keeps_most_of_the_hit_rate(seed: int) -> None:
         rng = random.Random(seed)
         everyone = [request(prompt([group] * 64, n, group), 4) for group in range(12) for n in range(8)]
         rng.shuffle(everyone)
-        subject.add(*everyone)
+        subject.add_all(*everyone)
         subject.run()
         return subject.scheduler.counters.hit_rate
 
@@ -245,11 +246,11 @@ def test_aging_keeps_most_of_the_hit_rate(seed: int) -> None:
     )
 )
 def test_limits_equal_those_of_a_dictionary(actions: list[tuple[str, int] | tuple[str, int, int]]) -> None:
-    limits, expected, number = GivenLimits(), dict[Request, float](), 0
+    limits, expected, number = GivenLimits(), dict[TrackedRequest, float](), 0
     for action, *values in actions:
         if action == "append":
             number += 1
-            one = request([1], id=str(number))
+            one = tracked([1], id=str(number))
             one.number = number
             limits.append(one, float(values[0]))
             expected[one] = float(values[0])
@@ -276,16 +277,16 @@ def test_while_memory_is_short_sixteen_younger_requests_pass_between_two_overdue
     clock = VirtualClock()
     core = Scheduler(SchedulerConfig(num_pages=160, policy=policy, max_running=2))
     loop = Loop(core, VirtualExecutor(clock, STEP_TIME), clock, overlap=False)
-    victims = [Arrival(0.0, 10 + number, 64, 16, 8).request(number) for number in range(6)]
-    num_flood = 0
-    while not all(victim.is_finished for victim in victims):
+    num_victims, num_flood = 6, 0
+    victims: list[TrackedRequest] = []
+    while len(victims) < num_victims or not all(victim.is_finished for victim in victims):
         while core.num_waiting < 12:
             core.add(Arrival(0.0, num_flood % 2, 64, 16, 8).request(100 + num_flood), clock.now)
             num_flood += 1
         loop.step()
         if core.counters.steps == 20:
-            for victim in victims:
-                core.add(victim, clock.now)
+            arrivals = [Arrival(0.0, 10 + number, 64, 16, 8) for number in range(num_victims)]
+            victims = [core.add(one.request(number), clock.now) for number, one in enumerate(arrivals)]
         assert num_flood < 500, "starved"
     order = [int(name) for name in admissions(core)]
     passed = np.diff([order.index(number) for number in range(len(victims))]) - 1

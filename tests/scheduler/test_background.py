@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from paceline.config import POLICIES
-from paceline.request import FinishReason, Phase, Refused, Request
+from paceline.request import FinishReason, Refused, Request
 from paceline.scheduler import EventKind
 from paceline.scheduler.background import fair_tenants
 from paceline.scheduler.invariants import check
 from paceline.scheduler.now import Now
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim
 from paceline.scheduler.snapshot import snapshot
+from paceline.scheduler.tracked_request import Phase
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request, slots_of
 from tests.scheduler.test_state_machine import random_run
@@ -34,8 +35,8 @@ def background(tokens: Any, max_tokens: int = 4, *, tenant: str = "batch", **fie
 def test_background_requests_wait_for_all_others_under_every_policy(policy: str, max_wait: float) -> None:
     subject = with_background(policy=policy, max_wait=max_wait, max_running=1)
     shared = list(range(8))
-    subject.add(*(background(prompt(shared, n), id=f"background-{n}", priority=5) for n in range(4)))
-    subject.add(*(request(prompt(shared, n), id=f"foreground-{n}") for n in range(4)))
+    subject.add_all(*(background(prompt(shared, n), id=f"background-{n}", priority=5) for n in range(4)))
+    subject.add_all(*(request(prompt(shared, n), id=f"foreground-{n}") for n in range(4)))
     subject.add(background(prompt(shared), id="background-4"))
     subject.run()
     classes = [name.split("-")[0] for name in admissions(subject.scheduler)]
@@ -50,8 +51,8 @@ def test_a_cached_prefix_does_not_help_a_background_request_past_others(policy: 
     subject.add(background(prompt(shared, 20), id="background-0"))
     subject.run()
     count = 60  # more than are skipped in a step
-    subject.add(*(background(prompt(shared, 20 + n), id=f"background-{n}") for n in range(1, count)))
-    subject.add(*(request(prompt(n), id=f"foreground-{n}") for n in (3, 4)))
+    subject.add_all(*(background(prompt(shared, 20 + n), id=f"background-{n}") for n in range(1, count)))
+    subject.add_all(*(request(prompt(n), id=f"foreground-{n}") for n in (3, 4)))
     subject.run()
     classes = [name.split("-")[0] for name in admissions(subject.scheduler)]
     assert classes == ["background", "foreground", "foreground"] + ["background"] * (count - 1)
@@ -62,7 +63,7 @@ def test_a_foreground_request_that_does_not_fit_still_waits(policy: str) -> None
     subject = with_background(policy=policy, num_pages=16, page_size=4)
     subject.add(request(prompt(range(30)), 20, id="running"))
     subject.step()
-    subject.add(request(prompt(range(100, 130)), 10, id="large"), background([7], 2, id="small"))
+    subject.add_all(request(prompt(range(100, 130)), 10, id="large"), background([7], 2, id="small"))
     subject.run()
     assert admissions(subject.scheduler) == ["running", "large", "small"]
 
@@ -71,7 +72,7 @@ def test_a_foreground_request_that_does_not_fit_still_waits(policy: str) -> None
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_background_request_gives_its_slot_to_a_waiting_foreground_request(policy: str, overlap: bool) -> None:
     subject = with_background(policy=policy, max_running=2, overlap=overlap)
-    subject.add(*(background([n, n + 1], 30, id=f"background-{n}") for n in range(2)))
+    subject.add_all(*(background([n, n + 1], 30, id=f"background-{n}") for n in range(2)))
     for _ in range(4):
         subject.step()
     subject.add(request([9], 3, id="foreground"))
@@ -86,7 +87,7 @@ def test_a_background_request_gives_its_slot_to_a_waiting_foreground_request(pol
 
 def test_a_background_request_gives_its_memory_to_a_waiting_foreground_request() -> None:
     subject = with_background(num_pages=16, page_size=4)
-    subject.add(*(background(prompt(range(20 * n, 20 * n + 10)), 20, id=f"background-{n}") for n in range(2)))
+    subject.add_all(*(background(prompt(range(20 * n, 20 * n + 10)), 20, id=f"background-{n}") for n in range(2)))
     for _ in range(3):
         subject.step()
     assert subject.scheduler.num_running == 2
@@ -103,7 +104,7 @@ def test_a_background_request_gives_the_prefix_that_only_it_holds_any_more() -> 
     shared = list(range(40))
     subject.add(background(prompt(shared, 50), 1))
     subject.run()
-    subject.add(background(prompt(shared, 51), 2, id="ended"), background(prompt(shared, 52), 20, id="background"))
+    subject.add_all(background(prompt(shared, 51), 2, id="ended"), background(prompt(shared, 52), 20, id="background"))
     for _ in range(3):
         subject.step()
     assert list(subject.scheduler.requests) == ["background"]
@@ -151,7 +152,7 @@ def test_background_requests_are_retracted_first_when_memory_is_short() -> None:
     claims = {"eos_token_ids": (EOS,), "expected_tokens": 1}
     subject.add(background(prompt(1, 2, 3), 14, id="background", priority=9, **claims))
     subject.step()  # the most senior, and of the highest priority
-    subject.add(*(request(prompt(n, n + 1, n + 2), 14, id=f"foreground-{n}", **claims) for n in (10, 20)))
+    subject.add_all(*(request(prompt(n, n + 1, n + 2), 14, id=f"foreground-{n}", **claims) for n in (10, 20)))
     subject.run()
     retracted = [event.request_id for event in events(subject.scheduler, EventKind.RETRACT)]
     assert retracted and retracted[0] == "background"
@@ -174,7 +175,7 @@ def test_retractions_for_others_do_not_protect_a_background_request() -> None:
 
 def test_protection_from_other_background_requests_does_not_hold_against_foreground_requests() -> None:
     subject = with_background()
-    subject.add(background([1], 40, id="background"), request([2], 40, id="foreground"))
+    subject.add_all(background([1], 40, id="background"), request([2], 40, id="foreground"))
     subject.step()
     subject.step()
     protected = subject.scheduler.requests["background"]
@@ -217,7 +218,7 @@ def test_a_background_request_gives_its_adapter_slot_to_a_waiting_foreground_req
     policy: str, overlap: bool
 ) -> None:
     subject = with_background(policy=policy, adapter_slots=1, overlap=overlap)
-    subject.add(background([1] * 5, 200, adapter="x", id="background"), background([2] * 5, 200, id="without"))
+    subject.add_all(background([1] * 5, 200, adapter="x", id="background"), background([2] * 5, 200, id="without"))
     for _ in range(3):
         subject.step()
     subject.add(request([2] * 5, 3, adapter="y", id="foreground"))
@@ -231,8 +232,8 @@ def test_a_background_request_gives_its_adapter_slot_to_a_waiting_foreground_req
 
 def test_the_adapter_with_the_fewest_requests_gives_its_slot_and_none_that_a_foreground_request_uses() -> None:
     subject = with_background(adapter_slots=3)
-    subject.add(*(background([n], 50, adapter="x", id=f"x{n}") for n in range(3)))
-    subject.add(*(background([n], 50, adapter="y", id=f"y{n}") for n in range(2)))
+    subject.add_all(*(background([n], 50, adapter="x", id=f"x{n}") for n in range(3)))
+    subject.add_all(*(background([n], 50, adapter="y", id=f"y{n}") for n in range(2)))
     subject.add(background([1], 50, adapter="z", id="z0"))
     subject.step()
     subject.add(request([2], 50, adapter="z", id="z1"))
@@ -253,8 +254,7 @@ def test_nothing_is_kept_for_a_background_request_that_others_overtake(policy: s
     subject.step()
     subject.add(background([2], 200, adapter="y", id="background"))
     subject.step()
-    waiting = [request([n], 4, adapter="x", id=f"foreground-{n}") for n in range(8)]
-    subject.add(*waiting)
+    waiting = subject.add_all(*(request([n], 4, adapter="x", id=f"foreground-{n}") for n in range(8)))
     for _ in range(50):
         if all(one.was_admitted for one in waiting):
             break
@@ -351,7 +351,7 @@ def test_nothing_is_kept_for_a_new_request_while_the_engine_pauses(policy: str) 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_request_that_memory_is_kept_for_is_first_while_the_engine_pauses(policy: str) -> None:
     subject = with_background(policy=policy)
-    subject.add(request(prompt(range(24)), 20, id="older"), request(prompt(range(50, 74)), 20, id="kept"))
+    subject.add_all(request(prompt(range(24)), 20, id="older"), request(prompt(range(50, 74)), 20, id="kept"))
     subject.step()
     core = subject.scheduler
     core.hold_new_requests(True)
@@ -368,7 +368,7 @@ def test_the_request_that_memory_is_kept_for_is_first_while_the_engine_pauses(po
 
 def test_the_servers_time_limits_do_not_end_background_requests() -> None:
     subject = with_background(max_running=1, queue_timeout_s=0.01, running_timeout_s=0.01)
-    subject.add(background([1], id="patient"), background([2], id="own limit", queue_timeout_s=0.01))
+    subject.add_all(background([1], id="patient"), background([2], id="own limit", queue_timeout_s=0.01))
     subject.clock.advance(1.0)
     subject.step()
     subject.clock.advance(1.0)
@@ -378,7 +378,7 @@ def test_the_servers_time_limits_do_not_end_background_requests() -> None:
 
 def test_background_requests_leave_a_full_queue_first() -> None:
     subject = with_background(max_waiting=2, full_queue="yield")
-    subject.add(background([1], id="background", priority=5), request([2], id="foreground"))
+    subject.add_all(background([1], id="background", priority=5), request([2], id="foreground"))
     subject.add(request([3], id="new"))
     assert subject.scheduler.requests.keys() == {"foreground", "new"}
     with pytest.raises(Refused, match="2 requests are waiting"):
@@ -387,7 +387,7 @@ def test_background_requests_leave_a_full_queue_first() -> None:
 
 def test_a_waiting_background_request_is_explained() -> None:
     subject = with_background(max_running=1)
-    subject.add(request([1], 20), request([2]), background([3], id="background"))
+    subject.add_all(request([1], 20), request([2]), background([3], id="background"))
     subject.step()
     assert "waits for requests of other tenants: as a background request" in subject.scheduler.explain("background")
 
@@ -397,7 +397,7 @@ def test_the_pages_show_background_requests_behind_the_others(policy: str, order
     subject = with_background(policy=policy, max_running=1)
     subject.add(request([1], 20))
     subject.step()
-    subject.add(background([2], id="c"), request([3], id="a"), background([4], id="d"), request([5], id="b"))
+    subject.add_all(background([2], id="c"), request([3], id="a"), background([4], id="d"), request([5], id="b"))
     found = snapshot(subject.scheduler, subject.clock())
     assert found["order"] == order and [one["id"] for one in found["waiting"]] == ["a", "b", "c", "d"]
 

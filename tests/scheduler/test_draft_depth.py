@@ -8,11 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from paceline.request import Grammar, Request, SamplingParams
+from paceline.request import Grammar, SamplingParams
 from paceline.scheduler.draft_depth import MAX_ROWS, DraftDepth, NgramMatcher
 from paceline.scheduler.plan import NO_TOKENS, Plan
 from paceline.scheduler.step_time import StepTime
-from tests.helpers import harness, request
+from tests.helpers import harness, request, tracked
 
 RNG = np.random.default_rng(1)
 TEXT = RNG.integers(0, 50_000, 400).tolist()
@@ -44,7 +44,7 @@ class Decoding:
     ) -> None:
         self.subject = DraftDepth(7, has_model=has_model)
         self.texts, self.accepts, self.cost, self.plain_s = texts, accepts, cost, plain_s
-        self.requests = [request(text[:first], None, **fields) for text in texts]
+        self.requests = [tracked(text[:first], None, **fields) for text in texts]
         self.depths: list[int] = []
 
     def step(self, rows: slice = slice(None)) -> int:
@@ -167,7 +167,7 @@ def test_a_request_with_a_draft_source_has_drafts_from_the_beginning() -> None:
     warm = Decoding([RANDOM])
     warm.run(4)
     source = np.array(TEXT, np.int32)
-    one = Request("one", np.array([1, 2, 3]), draft_source=source)
+    one = tracked([1, 2, 3], draft_source=source)
     assert warm.subject.choose([one]) == 7
     for token in RANDOM[1000:1040]:
         one.output.append(token)
@@ -192,7 +192,7 @@ def test_rows_with_a_grammar_have_drafts_and_times_of_their_own() -> None:
 
 
 def test_a_long_prompt_is_indexed_in_steps() -> None:
-    one = request(RANDOM, None)
+    one = tracked(RANDOM, None)
     matcher = NgramMatcher(one)
     assert [matcher.catch_up(one, 3000) for _ in range(4)] == [3000, 3000, 2000, 0]
     one.output.extend(RANDOM[2998:3002])
@@ -213,7 +213,7 @@ def test_a_scheduler_with_adaptive_drafts_gives_the_same_tokens_in_fewer_passes(
     steps = {}
     for vocab in (1, 64):
         subject = harness(overlap=overlap, draft_tokens=7, adaptive_drafts=True, vocab=vocab, num_pages=400)
-        subject.add(request([1, 2, 3], 200), request([4, 5], 200))
+        subject.add_all(request([1, 2, 3], 200), request([4, 5], 200))
         steps[vocab] = subject.run()
         subject.assert_reference()
         assert bool(subject.scheduler.counters.drafted_tokens) == (vocab == 1)

@@ -22,7 +22,7 @@ def test_a_cached_prefix_is_computed_again() -> None:
     subject.add(request(prompt(A, 91)))
     subject.run()
     subject.replace_weights()
-    subject.add(again := request(prompt(A, 92)))
+    again = subject.add(request(prompt(A, 92)))
     subject.run()
     assert again.num_cached == 0
     subject.assert_reference()
@@ -48,7 +48,7 @@ def test_host_memory_is_emptied() -> None:
     assert host is not None and host.num_pages_used
     subject.replace_weights()
     assert host.num_pages_used == 0
-    subject.add(again := request(prompt(A, 95), 2))
+    again = subject.add(request(prompt(A, 95), 2))
     subject.run()
     assert again.num_fetched == 0
     subject.assert_reference()
@@ -69,8 +69,7 @@ def test_copies_of_a_plan_that_was_not_returned_are_dropped() -> None:
 @pytest.mark.parametrize("policy", ["fair", "priority"])
 def test_running_requests_continue_and_it_counts_as_no_retraction(policy: str) -> None:
     subject = harness(overlap=True, policy=policy)
-    ones = [request(prompt(A, number), 40) for number in range(60, 64)]
-    subject.add(*ones)
+    ones = subject.add_all(*(request(prompt(A, number), 40) for number in range(60, 64)))
     for _ in range(5):
         for _ in range(6):
             subject.step()
@@ -84,13 +83,12 @@ def test_running_requests_continue_and_it_counts_as_no_retraction(policy: str) -
 @pytest.mark.parametrize("policy", ["fair", "fcfs", "priority"])
 def test_while_new_requests_are_held_only_started_ones_run(policy: str) -> None:
     subject = harness(max_running=2, policy=policy, num_pages=12)
-    started = [request(prompt(A, number), 20) for number in (60, 61)]
-    subject.add(*started)
+    started = subject.add_all(*(request(prompt(A, number), 20) for number in (60, 61)))
     while len(subject.scheduler.started) < 2:
         subject.step()
     subject.scheduler.hold_new_requests(True)
     subject.scheduler.retract(started[0].id, subject.clock(), "a test")  # has started, and waits again
-    subject.add(late := request(prompt(A, 62), 3, priority=9))
+    late = subject.add(request(prompt(A, 62), 3, priority=9))
     while subject.scheduler.started:
         subject.step()
     assert subject.reasons == {one.id: FinishReason.LENGTH for one in started}

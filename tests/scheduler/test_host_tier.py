@@ -26,7 +26,7 @@ def small(num_pages: int = 6, num_host_pages: int = 16, **options: Any) -> Harne
 
 
 def run(subject: Harness, tokens: Any, max_tokens: int = 2, **fields: Any) -> Any:
-    subject.add(one := request(tokens, max_tokens, **fields))
+    one = subject.add(request(tokens, max_tokens, **fields))
     subject.run()
     return one
 
@@ -52,7 +52,7 @@ def test_explain_reports_fetched_tokens() -> None:
     subject = small(chunk_tokens=4)
     run(subject, prompt(A, 91))
     run(subject, prompt(B, 92))
-    subject.add(one := request(prompt(A, range(93, 99)), 1))
+    one = subject.add(request(prompt(A, range(93, 99)), 1))
     subject.step()
     said = f"20 of 22 prompt tokens are planned, {one.num_fetched} of them fetched from host memory."
     assert one.num_fetched >= 12 and subject.scheduler.explain(one.id).endswith(said)
@@ -89,7 +89,7 @@ def test_a_fetched_prefix_is_shared_by_all_requests_of_the_same_pass() -> None:
     run(subject, prompt(A, 91))
     run(subject, prompt(B, range(60, 85)), 3)
     computed = subject.scheduler.counters.computed_tokens
-    subject.add(first := request(prompt(A, 93), 2), second := request(prompt(A, 94), 2))
+    first, second = subject.add_all(request(prompt(A, 93), 2), request(prompt(A, 94), 2))
     subject.run()
     assert first.num_fetched > 0 and second.num_fetched == 0
     assert first.num_cached == second.num_cached == 16
@@ -176,7 +176,7 @@ def test_pages_fetched_for_an_aborted_request_stay_cached() -> None:
     subject = small(overlap=True)
     run(subject, prompt(A, 91))
     run(subject, prompt(B, 92))
-    subject.add(gone := request(prompt(A, 93), 4))
+    gone = subject.add(request(prompt(A, 93), 4))
     subject.step()  # one pass is committed, the next is in flight
     assert gone.num_fetched > 0
     subject.scheduler.abort(gone.id, subject.clock())
@@ -204,7 +204,7 @@ def fetched(subject: Harness, tokens: Any) -> list[int]:
     """Fetches the first page of a prompt with the plan being made. Returns its device page, if it can be fetched."""
     memory, key = subject.scheduler.memory, prompt(tokens).astype(np.int32).tobytes()
     now = Now(subject.scheduler.step, 0.0)
-    node = memory.host.match_child(memory.tree.namespace(request()), key, 4, 1, now.step)
+    node = memory.host.match_child(memory.tree.namespace(("default", "", "")), key, 4, 1, now.step)
     if node is None:
         return []
     pages = memory.allocate(1, now)
@@ -239,7 +239,7 @@ def test_a_page_allocated_twice_in_one_plan_is_filled_once() -> None:
     assert fetched(subject, B) == first
     swap = memory.host.take_swap()
     assert swap is not None and swap.fetch_pages.tolist() == first
-    node = memory.tree.namespace(request()).children[prompt(B).astype(np.int32).tobytes()[:16]]
+    node = memory.tree.namespace(("default", "", "")).children[prompt(B).astype(np.int32).tobytes()[:16]]
     assert swap.fetch_hosts.tolist() == node.host_pages[:1].tolist()
 
 

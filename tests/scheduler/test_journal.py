@@ -8,7 +8,7 @@ from tests.helpers import EOS, events, harness, prompt, request
 
 def test_every_decision_is_written_with_its_reason() -> None:
     subject = harness(num_pages=14, page_size=2, max_running=4, vocab=4096, prefix_wait=False)
-    subject.add(*(request(prompt([1] * 4, n), 14, eos_token_ids=(EOS,), expected_tokens=1) for n in range(6)))
+    subject.add_all(*(request(prompt([1] * 4, n), 14, eos_token_ids=(EOS,), expected_tokens=1) for n in range(6)))
     subject.run()
     for kind in (
         EventKind.ADD,
@@ -25,14 +25,14 @@ def test_every_decision_is_written_with_its_reason() -> None:
 
 def test_a_wait_is_written_when_its_reason_changes_and_not_every_step() -> None:
     subject = harness(num_pages=8, page_size=4)
-    subject.add(request(prompt(range(12)), 16), request(prompt(range(20, 32)), 16, id="second"))
+    subject.add_all(request(prompt(range(12)), 16), request(prompt(range(20, 32)), 16, id="second"))
     subject.run()
     assert len(events(subject.scheduler, EventKind.WAIT, "second")) == 1
 
 
 def test_a_steady_decode_step_writes_nothing() -> None:
     subject = harness(page_size=64)
-    subject.add(*(request([n], 40) for n in range(4)))
+    subject.add_all(*(request([n], 40) for n in range(4)))
     for _ in range(3):
         subject.step()
     before = len(subject.scheduler.journal.events)
@@ -45,7 +45,7 @@ def test_the_ring_is_bounded_and_listeners_get_every_event() -> None:
     received: list[Event] = []
     subject = harness(journal_events=5)
     subject.scheduler.journal.listeners.append(received.append)
-    subject.add(*(request([n], 2) for n in range(10)))
+    subject.add_all(*(request([n], 2) for n in range(10)))
     subject.run()
     assert len(subject.scheduler.journal.events) == 5
     assert sum(event.kind is EventKind.FINISH for event in received) == 10
@@ -79,7 +79,7 @@ def test_a_scheduler_that_forgets_its_history_decides_as_a_new_one() -> None:
 
 def test_explain_says_why_a_request_waits_and_what_must_happen_first() -> None:
     subject = harness(num_pages=8, page_size=4, max_running=2)
-    subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
+    subject.add_all(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
     explain = subject.scheduler.explain
     assert explain("second") == "Request second waits for its turn; 1 other request waits, policy fair."
     subject.step()
@@ -94,7 +94,7 @@ def test_explain_says_why_a_request_waits_and_what_must_happen_first() -> None:
 
 def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
     subject = harness(max_running=1)
-    subject.add(request([1], 9), request([2], 1, id="waiting"))
+    subject.add_all(request([1], 9), request([2], 1, id="waiting"))
     subject.step()
     assert "one of 1 slots (max_running), all in use" in subject.scheduler.explain("waiting")
     subject = harness(chunk_tokens=4)
@@ -102,11 +102,11 @@ def test_explain_names_slots_prompts_prefixes_and_reservations() -> None:
     subject.step()
     assert subject.scheduler.explain("long") == "Request long is prefilling: 4 of 20 prompt tokens are planned."
     subject = harness(prefix_wait_tokens=4, policy="fcfs")
-    subject.add(request(prompt(range(16), 1), 4), request(prompt(range(16), 2), 4, id="sharer"))
+    subject.add_all(request(prompt(range(16), 1), 4), request(prompt(range(16), 2), 4, id="sharer"))
     subject.scheduler.plan(0.0)
     assert "waits for a prefix that is being computed" in subject.scheduler.explain("sharer")
     subject = harness(num_pages=8, page_size=4, max_running=4, max_overtakes=0)
-    subject.add(
+    subject.add_all(
         request(prompt(range(12)), 12),
         request(prompt(range(20, 32)), 16, id="big"),
         request(prompt(range(60, 66)), 2, id="small"),
@@ -128,7 +128,7 @@ def test_explain_names_the_batch_under_static_batching() -> None:
 
 def test_a_retracted_request_does_not_name_the_pages_it_lacked_at_first() -> None:
     subject = harness(num_pages=8, page_size=4, max_running=3)
-    subject.add(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
+    subject.add_all(request(prompt(range(12)), 16, id="first"), request(prompt(range(20, 32)), 16, id="second"))
     subject.step()
     assert "6 more pages" in subject.scheduler.explain("second")
     subject.scheduler.abort("first", 0.0)

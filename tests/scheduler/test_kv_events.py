@@ -31,7 +31,7 @@ def test_pages_are_stored_when_their_pass_is_planned() -> None:
 def test_output_pages_are_stored_when_the_request_ends() -> None:
     subject = harness()
     events = ReplayedEvents(subject.scheduler)
-    subject.add(one := request(prompt(A), max_tokens=9))
+    one = subject.add(request(prompt(A), max_tokens=9))
     subject.run()
     events.check()
     assert media(events) == {Medium.GPU: 6}
@@ -81,7 +81,7 @@ def test_a_spilled_page_is_stored_on_the_cpu_before_it_leaves_the_gpu() -> None:
         subject.run()
     assert order.index(("stored", Medium.CPU)) < order.index(("removed", Medium.GPU))
     before = media(events)[Medium.CPU]
-    subject.add(again := request(prompt(A, 92), max_tokens=1))
+    again = subject.add(request(prompt(A, 92), max_tokens=1))
     subject.run()
     events.check()
     assert again.num_fetched, "it came back to the GPU"

@@ -140,7 +140,7 @@ def test_requests_that_use_their_whole_max_tokens_are_rarely_retracted() -> None
 def test_an_output_length_known_in_advance_is_counted_exactly() -> None:
     """Eight requests of 4 + 12 tokens each in memory for exactly five of them: five run, none is retracted."""
     subject = harness(num_pages=20, page_size=4, max_running=8)
-    subject.add(*(request(prompt([n] * 4), 12) for n in range(8)))
+    subject.add_all(*(request(prompt([n] * 4), 12) for n in range(8)))
     most = 0
     while subject.scheduler.has_work:
         subject.step()

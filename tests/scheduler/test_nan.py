@@ -12,6 +12,7 @@ from paceline.request import FinishReason, Request
 from paceline.scheduler import EventKind
 from paceline.scheduler.now import Now
 from paceline.scheduler.retraction import MAX_RECOMPUTATIONS
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.testing import Harness
 from tests.helpers import events, harness, prompt, request, seeds
 from tests.scheduler.test_state_machine import random_run
@@ -26,10 +27,12 @@ def later(count: int = 46) -> list[Request]:
     return [request(prompt(SYSTEM, 40 + number % 20), 3) for number in range(count)]
 
 
-def run_each(subject: Harness, requests: list[Request]) -> None:
+def run_each(subject: Harness, requests: list[Request]) -> list[TrackedRequest]:
+    added = []
     for one in requests:
-        subject.add(one)
+        added.append(subject.add(one))
         subject.run()
+    return added
 
 
 def errors(subject: Harness) -> list[str]:
@@ -44,10 +47,10 @@ def errors(subject: Harness) -> list[str]:
 def test_one_faulty_pass_fails_one_request(overlap: bool, at_once: bool) -> None:
     """At once: the others are admitted while the token of the first is in flight, and share its prefix."""
     subject = harness(overlap=overlap)
-    subject.add(first := request(prompt(SYSTEM, 40), 3))
+    first = subject.add(request(prompt(SYSTEM, 40), 3))
     subject.executor.inject_fault()
     if at_once:
-        subject.add(*later())
+        subject.add_all(*later())
         subject.run()
     else:
         subject.run()
@@ -61,10 +64,10 @@ def test_one_faulty_pass_fails_one_request(overlap: bool, at_once: bool) -> None
 def test_a_faulty_chunk_in_the_middle_of_a_prompt_fails_nobody_who_shares_it(overlap: bool) -> None:
     """The first request that samples from it has not computed it: both are computed again."""
     subject = harness(overlap=overlap, chunk_tokens=32, max_prefill_tokens=64, num_pages=128)
-    subject.add(long := request(prompt(SYSTEM, range(100, 228)), 3))
+    long = subject.add(request(prompt(SYSTEM, range(100, 228)), 3))
     subject.executor.inject_fault()
     subject.step()
-    subject.add(*later())
+    subject.add_all(*later())
     subject.run()
     assert errors(subject) == [] and len(subject.reasons) == 47
     assert long.recomputations == 1 and long.retractions == 0
@@ -74,7 +77,7 @@ def test_a_faulty_chunk_in_the_middle_of_a_prompt_fails_nobody_who_shares_it(ove
 @OVERLAP
 def test_a_faulty_chunk_that_nobody_shares_fails_its_request_and_leaves_the_cache(overlap: bool) -> None:
     subject = harness(overlap=overlap, chunk_tokens=8)
-    subject.add(first := request(prompt(SYSTEM, 40), 3))
+    first = subject.add(request(prompt(SYSTEM, 40), 3))
     for _ in range(2):
         subject.step()
     subject.executor.inject_fault()
@@ -90,7 +93,7 @@ def test_a_faulty_chunk_that_nobody_shares_fails_its_request_and_leaves_the_cach
 @pytest.mark.parametrize("ends", ["prefill only", "aborted", "aborted in flight"])
 def test_a_faulty_prompt_that_never_sampled_fails_nobody(overlap: bool, ends: str) -> None:
     subject = harness(overlap=overlap, chunk_tokens=16)
-    subject.add(first := request(prompt(SYSTEM, 40), 3, prefill_only=ends == "prefill only"))
+    first = subject.add(request(prompt(SYSTEM, 40), 3, prefill_only=ends == "prefill only"))
     subject.executor.inject_fault()
     if ends == "aborted in flight":
         plan = subject.scheduler.plan(subject.clock())
@@ -113,7 +116,7 @@ def test_a_sharer_continues_behind_the_tokens_it_has(overlap: bool) -> None:
     the other row samples from its own copy and then reads that of the tree."""
     subject = harness(overlap=overlap, policy="fcfs", prefix_wait=False, chunk_tokens=36)
     long, short = request(prompt(SYSTEM, range(100, 200)), 5), request(prompt(SYSTEM, 40), 5)
-    subject.add(long, short)
+    long, short = subject.add_all(long, short)
     subject.executor.inject_fault(lambda row: row == 0)
     subject.run()
     assert errors(subject) == []
@@ -126,14 +129,14 @@ def test_a_sharer_continues_behind_the_tokens_it_has(overlap: bool) -> None:
 def test_a_faulty_decode_pass_leaves_the_prompts_cached(overlap: bool) -> None:
     subject = harness(overlap=overlap)
     run_each(subject, later(1))
-    subject.add(*(running := [request(prompt(SYSTEM, 60 + number), 20) for number in range(4)]))
+    running = subject.add_all(*(request(prompt(SYSTEM, 60 + number), 20) for number in range(4)))
     while any(len(one.output) < 3 for one in running):
         subject.step()
     subject.executor.inject_fault(lambda row: row == 0)
     subject.run()
     assert errors(subject) == [running[0].id]
     assert subject.scheduler.counters.nan_recomputations == 0
-    run_each(subject, last := later(2))
+    last = run_each(subject, later(2))
     assert [one.num_cached for one in last] == [32, 32]
     subject.assert_reference()
 
@@ -141,7 +144,7 @@ def test_a_faulty_decode_pass_leaves_the_prompts_cached(overlap: bool) -> None:
 def test_a_request_that_was_released_before_its_faulty_last_token_leaves_no_kv() -> None:
     """It ends by length with a pass in flight, so its KV is in the tree when the token of that pass is known."""
     subject = harness(overlap=True, page_size=1)
-    subject.add(first := request(prompt(range(1, 9)), 3))
+    first = subject.add(request(prompt(range(1, 9)), 3))
     subject.step()  # two passes are launched, one is committed
     subject.executor.inject_fault()
     subject.run()
@@ -154,7 +157,7 @@ def test_a_request_that_was_released_before_its_faulty_last_token_leaves_no_kv()
 
 def test_a_retracted_request_with_a_faulty_token_in_flight_leaves_no_kv() -> None:
     subject = harness(page_size=1)
-    subject.add(first := request(prompt(range(1, 9)), 9))
+    first = subject.add(request(prompt(range(1, 9)), 9))
     subject.step()
     subject.executor.inject_fault()
     scheduler, now = subject.scheduler, subject.clock()
@@ -176,7 +179,7 @@ def test_a_request_that_read_an_evicted_faulty_prefix_is_computed_again() -> Non
     subject.add(request(prompt(SYSTEM, 40), prefill_only=True))
     subject.executor.inject_fault()
     subject.run()
-    subject.add(reader := request(prompt(SYSTEM, 41), 1), request(prompt(range(100, 146)), 2))
+    reader, _ = subject.add_all(request(prompt(SYSTEM, 41), 1), request(prompt(range(100, 146)), 2))
     subject.run()
     assert errors(subject) == [] and reader.recomputations == 1
     subject.assert_reference()
@@ -186,7 +189,7 @@ def test_a_request_that_computed_an_evicted_faulty_prefix_fails() -> None:
     """As above, and nobody else computed what it has read."""
     subject = harness(overlap=True, num_pages=12)
     subject.executor.inject_fault()
-    subject.add(first := request(prompt(SYSTEM, 41), 1), request(prompt(range(100, 146)), 2))
+    first, _ = subject.add_all(request(prompt(SYSTEM, 41), 1), request(prompt(range(100, 146)), 2))
     subject.run()
     assert errors(subject) == [first.id] and first.recomputations == 0
     subject.assert_reference()
@@ -197,10 +200,10 @@ def test_a_request_that_has_left_when_the_prefix_it_read_is_dropped_is_computed_
     """In a pipeline: the request that computed the prefix fails while a pass that read it is in flight."""
     subject = harness(overlap=True, num_stages=2, num_pages=128)
     scheduler, executor = subject.scheduler, subject.executor
-    subject.add(first := request(prompt(SYSTEM, 40), 3))
+    first = subject.add(request(prompt(SYSTEM, 40), 3))
     executor.inject_fault()
     plans = [scheduler.plan(0.0)]
-    subject.add(reader := request(prompt(SYSTEM, 41), 1 if ends == "with its first token" else 5))
+    reader = subject.add(request(prompt(SYSTEM, 41), 1 if ends == "with its first token" else 5))
     plans.append(scheduler.plan(0.0))
     if ends == "retracted":
         scheduler.retract(reader.id, 0.0, "a test")
@@ -224,7 +227,7 @@ def test_a_request_that_has_left_when_the_prefix_it_read_is_dropped_is_computed_
 
 def test_what_is_dropped_is_counted_and_in_the_journal() -> None:
     subject = harness(overlap=True)
-    subject.add(first := request(prompt(SYSTEM, 40), 3), *later(4))
+    first, *_ = subject.add_all(request(prompt(SYSTEM, 40), 3), *later(4))
     subject.executor.inject_fault()
     subject.run()
     counters = subject.scheduler.counters
@@ -297,7 +300,7 @@ def test_a_copy_for_a_plan_that_was_not_returned_is_dropped_too() -> None:
 
 def test_waiting_requests_still_find_what_is_computed_again() -> None:
     subject = harness(overlap=True, max_running=2)
-    subject.add(request(prompt(SYSTEM, 40), 3), *(waiting := later(8)))
+    _, *waiting = subject.add_all(request(prompt(SYSTEM, 40), 3), *later(8))
     subject.executor.inject_fault()
     subject.run()
     assert sum(one.num_cached == 32 for one in waiting) >= 6
@@ -311,14 +314,13 @@ def test_a_prompt_that_always_fails_drops_no_prefix_from_which_others_sample() -
     subject = harness(overlap=True, num_pages=256)
     subject.executor.bad_tokens = frozenset({BAD})
     run_each(subject, [request(prompt(SYSTEM, 40), prefill_only=True)])  # samples nothing: those who read it do
-    subject.add(*(running := [request(prompt(SYSTEM, 60 + number), 30) for number in range(4)]))
+    running = subject.add_all(*(request(prompt(SYSTEM, 60 + number), 30) for number in range(4)))
     attacks = []
     while not all(one.is_finished for one in running):
-        attacks.append(request(prompt(SYSTEM, len(attacks) % 20, BAD, 5), 3))
-        subject.add(attacks[-1])
+        attacks.append(subject.add(request(prompt(SYSTEM, len(attacks) % 20, BAD, 5), 3)))
         subject.step()
     subject.run()
-    run_each(subject, [last := later(1)[0]])
+    (last,) = run_each(subject, later(1))
     assert errors(subject) == [one.id for one in attacks]
     assert all(one.num_cached == 32 for one in (*running, *attacks, last))
     counters = subject.scheduler.counters
@@ -330,9 +332,9 @@ def test_a_prompt_that_always_fails_fails_alone() -> None:
     """It computes the system prompt, and the first request after it."""
     subject = harness(overlap=True)
     subject.executor.bad_tokens = frozenset({BAD})
-    subject.add(bad := request(prompt(SYSTEM, range(60, 70), BAD), 3), *later(4))
+    bad, *_ = subject.add_all(request(prompt(SYSTEM, range(60, 70), BAD), 3), *later(4))
     subject.run()
-    run_each(subject, again := [request(prompt(SYSTEM, range(60, 70), BAD, number), 3) for number in range(3)])
+    again = run_each(subject, [request(prompt(SYSTEM, range(60, 70), BAD, number), 3) for number in range(3)])
     assert errors(subject) == [one.id for one in (bad, *again)]
     subject.assert_reference()
 
@@ -343,7 +345,7 @@ def test_nobody_is_made_to_start_over_for_ever(overlap: bool) -> None:
     yet."""
     subject = harness(overlap=overlap, chunk_tokens=8, max_prefill_tokens=32, num_pages=256)
     subject.executor.bad_tokens = frozenset({BAD})
-    subject.add(long := request(prompt(range(100, 228), 40), 3))
+    long = subject.add(request(prompt(range(100, 228), 40), 3))
     attacks = 0
     while not long.is_finished:
         assert attacks < 200, "it does not get to its first token"

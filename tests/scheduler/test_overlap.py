@@ -41,7 +41,7 @@ def test_a_pass_is_launched_before_the_previous_one_is_committed() -> None:
 
 def test_a_late_stop_token_costs_one_discarded_token() -> None:
     subject = harness(overlap=True, vocab=4)
-    subject.add(one := request(max_tokens=50, eos_token_ids=(EOS,)))
+    one = subject.add(request(max_tokens=50, eos_token_ids=(EOS,)))
     subject.run()
     assert one.finish_reason is FinishReason.STOP
     assert subject.outputs[one.id][-1] == EOS
@@ -52,7 +52,7 @@ def test_a_late_stop_token_costs_one_discarded_token() -> None:
 def test_the_kv_of_a_discarded_row_is_never_cached() -> None:
     """Page size 1: every position that stays cached is one whose token was known and computed."""
     subject = harness(overlap=True, vocab=4, page_size=1)
-    subject.add(one := request(max_tokens=50, eos_token_ids=(EOS,)))
+    one = subject.add(request(max_tokens=50, eos_token_ids=(EOS,)))
     subject.run()
     assert subject.scheduler.memory.tree.num_pages == one.num_tokens - 1
 
@@ -67,7 +67,7 @@ def test_a_finish_by_length_is_known_in_advance_and_costs_no_extra_pass() -> Non
 
 def test_the_slot_of_a_request_that_ends_by_length_is_reused_in_the_next_pass() -> None:
     subject = harness(overlap=True, max_running=1)
-    subject.add(request([1], 3, id="a"), request([2], 3, id="b"))
+    subject.add_all(request([1], 3, id="a"), request([2], 3, id="b"))
     assert subject.run() == 6
     assert subject.reasons == {"a": FinishReason.LENGTH, "b": FinishReason.LENGTH}
     subject.assert_reference()
@@ -77,7 +77,7 @@ def test_slots_and_pages_are_safely_reused_while_a_discarded_row_still_runs() ->
     """The smallest configuration: one slot, pages for one request, early and late stops."""
     for lazy in (False, True):
         subject = harness(overlap=True, lazy=lazy, max_running=1, num_pages=10, page_size=2, vocab=6)
-        subject.add(*(request(prompt(n, 1, 2), 12, eos_token_ids=(EOS,)) for n in range(30)))
+        subject.add_all(*(request(prompt(n, 1, 2), 12, eos_token_ids=(EOS,)) for n in range(30)))
         subject.run()
         assert subject.scheduler.counters.discarded_tokens > 0
         subject.assert_reference()
@@ -145,7 +145,7 @@ def test_a_row_that_has_all_its_tokens_yields_none() -> None:
 
 def test_drafts_are_counted_by_request_as_far_as_it_takes_their_tokens() -> None:
     core = scheduler(draft_tokens=3)
-    core.add(one := request(prompt(1, 2, 3), max_tokens=9, eos_token_ids=(EOS,)), 0.0)
+    one = core.add(request(prompt(1, 2, 3), max_tokens=9, eos_token_ids=(EOS,)), 0.0)
     first, second = core.plan(0.0), core.plan(0.0)
     assert first is not None and second is not None
     core.commit(
@@ -174,7 +174,7 @@ def test_several_tokens_per_row_are_the_same_tokens(draft: int, page_size: int, 
         vocab=16,
         max_batch_tokens=256,
     )
-    subject.add(*(request(prompt(n, n), 5 + n, eos_token_ids=(EOS,)) for n in range(12)))
+    subject.add_all(*(request(prompt(n, n), 5 + n, eos_token_ids=(EOS,)) for n in range(12)))
     steps = subject.run()
     subject.assert_reference()
     assert steps < 17, "drafts save passes"
@@ -182,7 +182,7 @@ def test_several_tokens_per_row_are_the_same_tokens(draft: int, page_size: int, 
 
 def test_plans_do_not_change_after_they_are_launched() -> None:
     subject = harness(overlap=True, max_running=4)
-    subject.add(*(request(prompt(n, n, n), 12) for n in range(8)))
+    subject.add_all(*(request(prompt(n, n, n), 12) for n in range(8)))
     copies = []
     while subject.scheduler.has_work:
         subject.step()
@@ -213,7 +213,7 @@ def test_passes_of_a_pipeline_alternate_and_keep_all_stages_busy() -> None:
     """With three stages, a pass has every third row, and four passes are in flight: one for each stage and one that
     waits for its tokens."""
     subject = harness(overlap=True, num_stages=3, max_running=7)
-    subject.add(*(request(prompt(n, n), 12, id=f"r{n}") for n in range(7)))
+    subject.add_all(*(request(prompt(n, n), 12, id=f"r{n}") for n in range(7)))
     in_flight = []
     while subject.scheduler.has_work:
         subject.step()
@@ -231,7 +231,7 @@ def test_passes_of_a_pipeline_alternate_and_keep_all_stages_busy() -> None:
 def test_rows_of_a_pipeline_are_divided_again_when_requests_leave() -> None:
     subject = harness(overlap=True, num_stages=2)
     lengths = [40, 3, 40, 3, 40, 3, 40, 3]
-    subject.add(*(request(prompt(n, n), length, id=f"r{n}") for n, length in enumerate(lengths)))
+    subject.add_all(*(request(prompt(n, n), length, id=f"r{n}") for n, length in enumerate(lengths)))
     subject.run()
     subject.assert_reference()
     assert {len(plan.slots) for plan in subject.executor.plans[20:60]} == {2}
@@ -241,7 +241,7 @@ def test_a_late_stop_token_in_a_pipeline_costs_one_discarded_token() -> None:
     """A pass that was launched behind it has the row, as without a pipeline; the passes in between have other rows."""
     subject = harness(overlap=True, num_stages=2, vocab=4)
     stopping = request(prompt(1, 2, 3), 50, eos_token_ids=(EOS,))
-    subject.add(stopping, request(prompt(3, 2), 60), request(prompt(3, 1), 60))
+    stopping, _, _ = subject.add_all(stopping, request(prompt(3, 2), 60), request(prompt(3, 1), 60))
     subject.run()
     subject.assert_reference()
     assert stopping.finish_reason is FinishReason.STOP
@@ -277,7 +277,7 @@ def test_the_serial_loop_gives_the_tokens_of_a_pipeline(num_stages: int) -> None
 def test_every_token_of_a_pipeline_is_charged_once() -> None:
     def services(num_stages: int) -> dict[str, float]:
         subject = harness(overlap=True, num_stages=num_stages)
-        subject.add(*(request(prompt(n, n), 9, tenant="ab"[n % 2], id=f"r{n}") for n in range(6)))
+        subject.add_all(*(request(prompt(n, n), 9, tenant="ab"[n % 2], id=f"r{n}") for n in range(6)))
         tenants = fair_tenants(subject.scheduler.policy)
         found: dict[str, float] = {}
         while subject.scheduler.has_work:

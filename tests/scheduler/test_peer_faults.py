@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.request import FinishReason, Phase, Refused
+from paceline.request import FinishReason, Refused
 from paceline.scheduler import EventKind
+from paceline.scheduler.tracked_request import Phase
 from tests.helpers import EOS, admissions, events, harness, prompt, request
 
 # ---------------------------------------------------------------------- overlap and memory
@@ -15,9 +16,9 @@ from tests.helpers import EOS, admissions, events, harness, prompt, request
 def test_two_requests_with_one_prefix_in_one_batch_never_read_freed_pages() -> None:
     """mini-sglang 142: the duplicate's pages were freed while its page table still pointed at them."""
     subject = harness(prefix_wait=False, overlap=True, page_size=2, num_pages=40)
-    subject.add(*(request(prompt(range(12), n), 10) for n in range(3)))
+    subject.add_all(*(request(prompt(range(12), n), 10) for n in range(3)))
     subject.step()
-    subject.add(*(request(prompt([50 + n] * 8), 6) for n in range(3)))  # they allocate whatever is freed
+    subject.add_all(*(request(prompt([50 + n] * 8), 6) for n in range(3)))  # they allocate whatever is freed
     subject.run()
     assert subject.scheduler.counters.duplicate_pages > 0
     subject.assert_reference()
@@ -25,7 +26,7 @@ def test_two_requests_with_one_prefix_in_one_batch_never_read_freed_pages() -> N
 
 def test_the_remapped_row_is_in_the_plan_that_can_first_reuse_the_pages() -> None:
     subject = harness(prefix_wait=False, page_size=2)
-    subject.add(*(request(prompt(range(8), n), 4) for n in range(2)))
+    subject.add_all(*(request(prompt(range(8), n), 4) for n in range(2)))
     subject.step()
     subject.step()
     survivor, other = (slot for slot in subject.executor.plans[0].slots.tolist())
@@ -38,7 +39,7 @@ def test_a_slot_is_not_poisoned_by_the_pass_that_still_writes_to_it() -> None:
     """The slot of a finished request was reused while a pass in flight wrote to it: the new prompt got a wrong token,
     and its KV was cached under the right ids."""
     subject = harness(overlap=True, lazy=True, max_running=1, vocab=4, page_size=1, num_pages=80)
-    subject.add(*(request(prompt(1, 2, 3, n % 2), 12, eos_token_ids=(EOS,)) for n in range(40)))
+    subject.add_all(*(request(prompt(1, 2, 3, n % 2), 12, eos_token_ids=(EOS,)) for n in range(40)))
     subject.run()
     assert subject.scheduler.counters.discarded_tokens > 3
     subject.assert_reference()
@@ -46,7 +47,7 @@ def test_a_slot_is_not_poisoned_by_the_pass_that_still_writes_to_it() -> None:
 
 def test_nothing_is_reported_after_the_stop_token() -> None:
     subject = harness(overlap=True, vocab=3)
-    subject.add(*(request(prompt(n, n), 30, eos_token_ids=(EOS,)) for n in range(8)))
+    subject.add_all(*(request(prompt(n, n), 30, eos_token_ids=(EOS,)) for n in range(8)))
     subject.run()
     for output in subject.outputs.values():
         assert EOS not in output[:-1]
@@ -55,7 +56,7 @@ def test_nothing_is_reported_after_the_stop_token() -> None:
 def test_token_rows_are_indexed_by_slot_and_never_wrap() -> None:
     """sglang-jax 1487: a ring of future ids wrapped and corrupted tokens."""
     subject = harness(overlap=True, max_running=2, num_pages=2000, page_size=1, context_tokens=1000)
-    subject.add(*(request([n + 1], 600) for n in range(2)))
+    subject.add_all(*(request([n + 1], 600) for n in range(2)))
     subject.run()
     subject.assert_reference()
 
@@ -77,7 +78,7 @@ def test_aborting_a_running_request_frees_its_pages_once() -> None:
 def test_admission_counts_pages_and_not_tokens() -> None:
     """Prompts of 17 tokens with pages of 16: counting tokens would admit twice as many as fit."""
     subject = harness(page_size=16, num_pages=8, max_running=8)
-    subject.add(*(request(prompt([n] * 17), 8) for n in range(8)))
+    subject.add_all(*(request(prompt([n] * 17), 8) for n in range(8)))
     most = 0
     while subject.scheduler.has_work:
         subject.step()
@@ -111,7 +112,7 @@ def test_no_stale_flag_says_the_batch_is_full() -> None:
 def test_a_plan_in_flight_owns_its_buffers() -> None:
     """mini-sglang 103: a host buffer was overwritten while its copy was in flight; batch tensors were freed in use."""
     subject = harness(overlap=True, lazy=True, max_running=3, vocab=16)  # passes read their plan as late as possible
-    subject.add(*(request(prompt(n, n, n), 12, eos_token_ids=(EOS,)) for n in range(9)))
+    subject.add_all(*(request(prompt(n, n, n), 12, eos_token_ids=(EOS,)) for n in range(9)))
     subject.run()
     subject.assert_reference()
 
@@ -124,10 +125,9 @@ def test_a_leak_is_reported_and_repaired_and_the_scheduler_continues() -> None:
     core = subject.scheduler
     assert core.check_idle(1.0) == []
     core.memory.pool.allocate(3)  # without an owner
-    subject_id = request(prompt(range(9)), 3)
-    core.add(subject_id, 1.0)
+    one = core.add(request(prompt(range(9)), 3), 1.0)
     assert core.check_idle(1.0) == [], "not while there is work"
-    core.abort(subject_id.id, 1.0)
+    core.abort(one.id, 1.0)
     assert "pages with no owner" in core.check_idle(1.0)[0]
     assert (core.counters.repairs, len(events(core, EventKind.REPAIR))) == (1, 1)
     assert core.check_idle(1.0) == []
@@ -149,7 +149,7 @@ def test_a_request_that_does_not_fit_neither_blocks_others_nor_starves() -> None
     subject = harness(num_pages=20, page_size=4, max_running=8, look_ahead=4, max_overtakes=6, policy="fcfs")
     subject.add(request(prompt([1] * 8), 40, id="runner"))
     subject.step()
-    subject.add(big := request(prompt([2] * 60), 16, id="big"))
+    big = subject.add(request(prompt([2] * 60), 16, id="big"))
     for number in range(40):
         subject.add(request(prompt([3 + number] * 3), 3, id=f"small-{number}"))
         subject.step()
@@ -166,7 +166,7 @@ def test_the_look_ahead_continues_with_other_tenants() -> None:
     subject = harness(num_pages=20, page_size=4, max_running=8)
     subject.add(request(prompt([1] * 8), 40, tenant="a"))
     subject.step()
-    subject.add(request(prompt([2] * 60), 16, tenant="a", id="big"), request([7], 2, tenant="b", id="other"))
+    subject.add_all(request(prompt([2] * 60), 16, tenant="a", id="big"), request([7], 2, tenant="b", id="other"))
     subject.step()
     assert subject.requests["other"].phase is not Phase.WAITING
 
@@ -174,9 +174,9 @@ def test_the_look_ahead_continues_with_other_tenants() -> None:
 def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
     """SGLang 10063, 22831: 454 times worse p99 to the first token."""
     subject = harness(chunk_tokens=16, max_batch_tokens=64, max_prefill_tokens=64, num_pages=4000, context_tokens=8000)
-    subject.add(*(request(prompt(n, range(2000)), 1) for n in range(5)))
+    subject.add_all(*(request(prompt(n, range(2000)), 1) for n in range(5)))
     subject.step()
-    subject.add(short := request([7, 7, 7], 1))
+    short = subject.add(request([7, 7, 7], 1))
     subject.step()
     assert short.is_finished
 
@@ -184,9 +184,9 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
 def test_a_prompt_does_not_stall_decodes() -> None:
     """SGLang 31395: 200 to 320 ms without a token."""
     subject = harness(max_batch_tokens=32, chunk_tokens=32, num_pages=2000)
-    subject.add(runner := request([1, 2], 80))
+    runner = subject.add(request([1, 2], 80))
     subject.step()
-    subject.add(*(request(prompt(n, range(200)), 1) for n in range(4)))
+    subject.add_all(*(request(prompt(n, range(200)), 1) for n in range(4)))
     for _ in range(30):
         before = len(runner.output)
         subject.step()
@@ -224,7 +224,7 @@ def test_a_cold_request_is_not_starved_by_cached_ones() -> None:
     subject = harness(policy="lpm", max_running=1, max_wait=0.02, num_pages=400)
     subject.add(request(prompt([5] * 40), 1))
     subject.run()
-    subject.add(cold := request(prompt([9] * 24), 1))
+    cold = subject.add(request(prompt([9] * 24), 1))
     for number in range(400):
         subject.add(request(prompt([5] * 40, number % 5), 1))
         subject.step()
@@ -262,7 +262,7 @@ def test_an_oversized_request_is_refused_and_blocks_nothing() -> None:
     subject = harness(num_pages=8, page_size=4)
     with pytest.raises(Refused, match="more than the KV memory for 32"):
         subject.add(request(prompt(range(60)), 16))
-    subject.add(one := request())
+    one = subject.add(request())
     subject.run()
     assert one.is_finished
 
@@ -270,7 +270,7 @@ def test_an_oversized_request_is_refused_and_blocks_nothing() -> None:
 def test_an_unfinished_request_always_has_a_next_pass() -> None:
     """vLLM 53130: admission stalled while health said ok. Here, work without a plan fails the test."""
     subject = harness(num_pages=9, page_size=4, max_running=3)
-    subject.add(*(request(prompt([n] * 20), 16) for n in range(5)))
+    subject.add_all(*(request(prompt([n] * 20), 16) for n in range(5)))
     while subject.scheduler.has_work:
         updates = subject.step()
         assert updates is not None or not subject.scheduler.has_work
@@ -280,7 +280,7 @@ def test_an_unfinished_request_always_has_a_next_pass() -> None:
 def test_tenants_never_share_a_cache_nor_wait_for_each_others_prefix() -> None:
     subject = harness(prefix_wait_tokens=4)
     same = prompt(range(20))
-    subject.add(
+    subject.add_all(
         request(same, 1, tenant="a", id="first"),
         request(same, 1, tenant="b", id="other tenant"),
         request(same, 1, tenant="a", cache_salt="x", id="other salt"),

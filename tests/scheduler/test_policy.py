@@ -28,7 +28,7 @@ def in_turn(**options: object) -> Harness:
 
 
 def order_of(subject: Harness, *requests: Request) -> list[str]:
-    subject.add(*requests)
+    subject.add_all(*requests)
     subject.run()
     return admissions(subject.scheduler)
 
@@ -90,22 +90,22 @@ def test_hrrn_takes_the_predicted_device_time_where_it_is_known() -> None:
         subject.add(request(prompt([5] * 60, number), 4))
     subject.run()
     subject.scheduler.journal.events.clear()
-    subject.add(request(prompt([7] * 64), 1, id="many tokens"), request([8], 20, id="few tokens"))
+    subject.add_all(request(prompt([7] * 64), 1, id="many tokens"), request([8], 20, id="few tokens"))
     subject.clock.advance(0.1)
     assert order_of(subject) == ["many tokens", "few tokens"]
 
 
-def overtaken_by_short_ones(one: Request, output: int = 6, **options: object) -> int:
-    """How many later requests are admitted before `one`, with more short requests than can be served."""
+def overtaken_by_short_ones(late: Request, output: int = 6, **options: object) -> int:
+    """How many later requests are admitted before `late`, with more short requests than can be served."""
     subject = harness(page_size=4, max_batch_tokens=4096, context_tokens=4096, **options)
-    subject.add(*(request([n % 60], output, id=f"before-{n}") for n in range(8)))
+    subject.add_all(*(request([n % 60], output, id=f"before-{n}") for n in range(8)))
     for _ in range(3):
         subject.step()
-    subject.add(one)
+    one = subject.add(late)
     for number in range(2000):
         if one.was_admitted:
             break
-        subject.add(*(request([number % 60], output, id=f"later-{number}-{n}") for n in range(3)))
+        subject.add_all(*(request([number % 60], output, id=f"later-{number}-{n}") for n in range(3)))
         subject.step()
     return sum(name.startswith("later") for name in admissions(subject.scheduler))
 
@@ -165,7 +165,7 @@ def test_the_largest_cluster_is_admitted_first(policy: str) -> None:
 
 def test_a_candidate_that_does_not_fit_does_not_move_the_dfs_cursor() -> None:
     subject = harness(policy="dfs", max_wait=math.inf, num_pages=30, page_size=4, max_running=2, look_ahead=0)
-    subject.add(*(request(prompt([1] * 40, n), 8, id=f"small-{n}") for n in range(4)))
+    subject.add_all(*(request(prompt([1] * 40, n), 8, id=f"small-{n}") for n in range(4)))
     subject.add(request(prompt([2] * 80), 8, id="big"))
     subject.run()
     assert admissions(subject.scheduler)[-1] == "big"
@@ -191,7 +191,7 @@ def service(subject: Scheduler, name: str) -> float:
 
 def test_a_flood_of_one_tenant_does_not_delay_another() -> None:
     subject = in_turn(policy="fair", fair_quantum=16)
-    subject.add(*(request(prompt(n, n + 1, n + 2), 4, tenant="flood", id=f"flood-{n}") for n in range(60)))
+    subject.add_all(*(request(prompt(n, n + 1, n + 2), 4, tenant="flood", id=f"flood-{n}") for n in range(60)))
     for _ in range(40):
         subject.step()
     subject.add(request([1, 2, 3], 4, tenant="quiet", id="quiet"))
@@ -264,10 +264,10 @@ def test_idle_time_earns_no_credit() -> None:
     subject = in_turn(policy="fair", fair_quantum=10)
     subject.add(request([1], 4, tenant="sleeper"))
     subject.run()
-    subject.add(*(request([n, n], 8, tenant="worker", id=f"w-{n}") for n in range(40)))
+    subject.add_all(*(request([n, n], 8, tenant="worker", id=f"w-{n}") for n in range(40)))
     for _ in range(200):
         subject.step()
-    subject.add(*(request([n, n], 8, tenant="sleeper", id=f"s-{n}") for n in range(20)))
+    subject.add_all(*(request([n, n], 8, tenant="sleeper", id=f"s-{n}") for n in range(20)))
     subject.run()
     ids = admissions(subject.scheduler)
     start = ids.index("s-0")
@@ -278,7 +278,7 @@ def test_idle_time_earns_no_credit() -> None:
 def test_weights_set_the_shares() -> None:
     subject = in_turn(policy="fair", fair_quantum=10, tenant_weights={"big": 3.0})
     for n in range(60):
-        subject.add(
+        subject.add_all(
             request([n, 1], 4, tenant="big", id=f"big-{n}"), request([n, 2], 4, tenant="small", id=f"small-{n}")
         )
     subject.run()
@@ -349,9 +349,7 @@ def test_aborted_requests_are_not_kept_alive(policy: str) -> None:
     core = scheduler(policy=policy, max_running=1, max_wait=math.inf)
     core.add(request([1], 60, priority=9, id="runner"), 0.0)
     core.plan(0.0)
-    gone = [request(prompt([2] * 8, n), 50, deadline=1e9) for n in range(400)]
-    for one in gone:
-        core.add(one, 0.0)
+    gone = [core.add(request(prompt([2] * 8, n), 50, deadline=1e9), 0.0) for n in range(400)]
     for one in gone:
         core.abort(one.id, 0.0)
     core.take_ended()

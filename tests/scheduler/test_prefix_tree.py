@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from paceline.config import EVICTION
-from paceline.request import Request
 from paceline.scheduler import eviction
 from paceline.scheduler.node import Node
 from paceline.scheduler.prefix_tree import PrefixTree
-from tests.helpers import request
+from paceline.scheduler.tracked_request import TrackedRequest
+from tests.helpers import tracked
 
 SPACE = ("default", "", "")
 
@@ -29,13 +29,13 @@ class Tree:
         self.next_page = 0
         self.arrivals = 0
         self.step = 1
-        self.held: dict[Request, Node] = {}
+        self.held: dict[TrackedRequest, Node] = {}
 
-    def hold(self, tokens: list[int], **fields: Any) -> Request:
+    def hold(self, tokens: list[int], **fields: Any) -> TrackedRequest:
         """Does what a request does: match, lock, compute the rest, insert it."""
-        holder = request(tokens, **fields)
+        holder = tracked(tokens, **fields)
         holder.key = holder.prompt.tobytes()
-        tree, node = self.tree, self.tree.namespace(holder)
+        tree, node = self.tree, self.tree.namespace(holder.namespace)
         end = len(tokens) // self.page_size * self.page_size
         tree.lock(holder, node)
         while (child := tree.match_child(node, holder.key, end, self.step)) is not None:
@@ -46,7 +46,7 @@ class Tree:
         self.held[holder] = tree.insert(holder, node, holder.key, end, row, self.step - 1)
         return holder
 
-    def release(self, holder: Request) -> None:
+    def release(self, holder: TrackedRequest) -> None:
         self.tree.unlock(holder, self.held.pop(holder))
 
     def insert(self, tokens: list[int], **fields: Any) -> None:
@@ -55,15 +55,15 @@ class Tree:
     def evict(self, count: int) -> np.ndarray:
         return self.tree.evict(count, self.step)
 
-    def hit(self, waiter: Request) -> int:
+    def hit(self, waiter: TrackedRequest) -> int:
         """Depth of the cached prefix of a waiting request."""
         return self.tree.hit(self.tree.waiting_nodes[waiter], self.step).depth
 
     def match(self, tokens: list[int], space: tuple[str, str, str] = SPACE) -> int:
         return self.tree.match(space, np.array(tokens, np.int32).tobytes())
 
-    def wait(self, tokens: list[int], **fields: str) -> Request:
-        waiter = request(tokens, **fields)
+    def wait(self, tokens: list[int], **fields: str) -> TrackedRequest:
+        waiter = tracked(tokens, **fields)
         self.arrivals += 1
         waiter.number = self.arrivals
         self.tree.enqueue(waiter, waiter.prompt.tobytes(), (len(tokens) - 1) // self.page_size)
@@ -232,9 +232,9 @@ def test_a_waiting_prompt_hits_prefixes_computed_while_it_waits() -> None:
 def test_a_pass_cannot_read_the_prefix_it_computes() -> None:
     subject = Tree(page_size=2)
     waiter = subject.wait([1, 2, 3])
-    holder = request([1, 2])
+    holder = tracked([1, 2])
     holder.key = holder.prompt.tobytes()
-    node = subject.tree.namespace(holder)
+    node = subject.tree.namespace(holder.namespace)
     subject.tree.lock(holder, node)
     subject.tree.insert(holder, node, holder.key, 2, np.array([0], np.int32), subject.step)
     assert subject.hit(waiter) == 0
@@ -247,7 +247,7 @@ def test_find_end_follows_resident_nodes_and_ghosts_as_far_as_they_match() -> No
     subject.insert([1, 2, 3, 4])
     subject.wait([1, 2, 3, 4, 5, 6, 7, 8, 9])
     key = np.array([1, 2, 3, 4, 5, 6, 7, 7], np.int32).tobytes()
-    namespace = subject.tree.namespace(request())
+    namespace = subject.tree.namespace(SPACE)
     depths = [
         None if (node := subject.tree.find_end(namespace, key, end)) is None else node.depth for end in (2, 4, 6, 8, 10)
     ]
@@ -264,12 +264,12 @@ def test_ghosts_are_removed_with_their_last_waiting_request() -> None:
 
 def test_of_two_equal_computations_the_first_survives() -> None:
     subject = Tree(page_size=2)
-    first, second = request([1, 2, 3, 4]), request([1, 2, 3, 4])
+    first, second = tracked([1, 2, 3, 4]), tracked([1, 2, 3, 4])
     tree = subject.tree
     for holder in (first, second):
         holder.key = holder.prompt.tobytes()
-        tree.lock(holder, tree.namespace(holder))
-    space = tree.namespace(first)
+        tree.lock(holder, tree.namespace(holder.namespace))
+    space = tree.namespace(first.namespace)
     held = tree.insert(first, space, first.key, 4, np.array([10, 11], np.int32), subject.step)
     assert held.pages.tolist() == [10, 11]
     assert tree.insert(second, space, second.key, 4, np.array([20, 21], np.int32), subject.step) is space
@@ -315,8 +315,8 @@ class TreeMachine(RuleBasedStateMachine):
     def start(self, page_size: int, eviction: str, partial: bool) -> None:
         self.subject = Tree(page_size, eviction, partial_eviction=partial)
         self.reference: set[tuple[object, ...]] = set()
-        self.holders: list[Request] = []
-        self.waiters: list[Request] = []
+        self.holders: list[TrackedRequest] = []
+        self.waiters: list[TrackedRequest] = []
 
     def prefixes(self, tokens: list[int], tenant: str) -> list[tuple[object, ...]]:
         size = self.subject.page_size

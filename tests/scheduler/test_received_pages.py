@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,8 +38,7 @@ def receive(subject: Harness, tokens: Any, name: str = "t", **fields: Any) -> Re
     send(subject, reservation)
     subject.scheduler.place_received(name, subject.clock())
     check(subject.scheduler)
-    subject.add(wanted)
-    return wanted
+    return subject.add(wanted)
 
 
 def test_a_received_prompt_is_fetched_and_only_its_last_tokens_are_computed() -> None:
@@ -97,10 +96,10 @@ def test_a_request_whose_pages_never_come_computes_them() -> None:
     wanted = request(prompt(LONG, 91), 2)
     assert subject.scheduler.reserve_received("t", wanted) is not None
     subject.scheduler.release_received("t")
-    subject.add(wanted)
+    added = subject.add(wanted)
     subject.run()
     subject.assert_reference()
-    assert wanted.num_cached == 0
+    assert added.num_cached == 0
 
 
 def test_pages_that_were_computed_here_meanwhile_are_freed() -> None:
@@ -113,10 +112,10 @@ def test_pages_that_were_computed_here_meanwhile_are_freed() -> None:
     send(subject, reservation)
     assert subject.scheduler.place_received("t", subject.clock()) == 4
     check(subject.scheduler)
-    subject.add(wanted)
+    added = subject.add(wanted)
     subject.run()
     subject.assert_reference()
-    assert (wanted.num_cached, wanted.num_fetched) == (32, 16)
+    assert (added.num_cached, added.num_fetched) == (32, 16)
 
 
 def test_pages_of_replaced_weights_are_not_placed() -> None:
@@ -138,11 +137,11 @@ def test_received_nan_is_dropped_and_the_request_is_computed_again() -> None:
     nan = np.full((8, 4), (1 << 64) - 1, np.uint64)
     subject.executor.write_host(reservation.pages.tolist(), nan)
     subject.scheduler.place_received("t", subject.clock())
-    subject.add(wanted)
+    added = subject.add(wanted)
     subject.run()
-    assert subject.reasons[wanted.id] is FinishReason.LENGTH
+    assert subject.reasons[added.id] is FinishReason.LENGTH
     subject.assert_reference()
-    assert wanted.recomputations == 1 and subject.scheduler.memory.host.num_pages_used == 0
+    assert added.recomputations == 1 and subject.scheduler.memory.host.num_pages_used == 0
 
 
 def test_a_damaged_page_changes_the_tokens() -> None:
@@ -189,7 +188,7 @@ class Exporter:
 def test_pages_of_a_prompt_can_be_read_after_each_of_its_passes_and_after_its_end(overlap: bool) -> None:
     subject = harness(num_pages=10, chunk_tokens=8, overlap=overlap)
     exporter, seen = Exporter(subject), []
-    subject.add(request(prompt(LONG), 1, is_exported=True, id="sent"), request(prompt(range(50, 70)), 4))
+    subject.add_all(request(prompt(LONG), 1, is_exported=True, id="sent"), request(prompt(range(50, 70)), 4))
     while subject.scheduler.has_work:
         subject.step()
         exporter.after_step()
@@ -211,7 +210,7 @@ class TransferRun(Run):
     def add(self, draw: Any) -> None:
         number = len(self.harness.requests) + 1000 * self.num_transfers
         one = make_request(draw, number, self.harness.clock())
-        one.is_exported = draw(range(4)) == 0
+        one = replace(one, is_exported=draw(range(4)) == 0)
         if draw(range(2)):
             self.num_transfers += 1
             name = f"transfer-{self.num_transfers}"

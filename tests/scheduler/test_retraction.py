@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.request import FinishReason, Phase, Request
+from paceline.request import FinishReason, Request
 from paceline.scheduler import EventKind
 from paceline.scheduler.admission import MAX_MOVES_PER_STEP
 from paceline.scheduler.memory import Memory
 from paceline.scheduler.retraction import MAX_RETRACTIONS, choose_victim, is_protected, victims
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 from paceline.testing import Harness
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler, slots_of
 
@@ -33,7 +34,7 @@ def underestimated(*tokens: int, max_tokens: int = 14, **fields: Any) -> Any:
 @pytest.mark.parametrize("num_pages", range(9, 20))
 def test_retraction_is_invisible_to_the_client(num_pages: int, overlap: bool) -> None:
     subject = crowded(num_pages, overlap=overlap)
-    subject.add(*(underestimated(n, n + 1, n + 2) for n in range(6)))
+    subject.add_all(*(underestimated(n, n + 1, n + 2) for n in range(6)))
     subject.run()
     if num_pages < 16:
         assert subject.scheduler.counters.retractions > 0
@@ -43,7 +44,7 @@ def test_retraction_is_invisible_to_the_client(num_pages: int, overlap: bool) ->
 
 def test_the_kv_of_a_retracted_request_stays_cached() -> None:
     subject = crowded(12)
-    subject.add(*(underestimated(n, n + 1, n + 2, n + 3, n + 4) for n in range(4)))
+    subject.add_all(*(underestimated(n, n + 1, n + 2, n + 3, n + 4) for n in range(4)))
     subject.run()
     returns = [event for event in events(subject.scheduler, EventKind.ADMIT) if event.detail[0] > 0]
     assert subject.scheduler.counters.retractions > 0
@@ -52,12 +53,11 @@ def test_the_kv_of_a_retracted_request_stays_cached() -> None:
 
 def test_a_retracted_request_is_readmitted_before_new_ones() -> None:
     subject = crowded(12)
-    subject.add(*(underestimated(n, n + 1, n + 2) for n in range(4)))
+    subject.add_all(*(underestimated(n, n + 1, n + 2) for n in range(4)))
     while not subject.scheduler.counters.retractions:
         subject.step()
     victim = events(subject.scheduler, EventKind.RETRACT)[0].request_id
-    newcomers = [request([50 + n], 2, id=f"new-{n}") for n in range(4)]
-    subject.add(*newcomers)
+    newcomers = subject.add_all(*(request([50 + n], 2, id=f"new-{n}") for n in range(4)))
     subject.run()
     ids = admissions(subject.scheduler)
     again = len(ids) - 1 - ids[::-1].index(victim)
@@ -66,7 +66,7 @@ def test_a_retracted_request_is_readmitted_before_new_ones() -> None:
 
 def test_the_lowest_priority_is_retracted_first() -> None:
     subject = crowded(12, policy="fcfs")
-    subject.add(
+    subject.add_all(
         underestimated(1, 2, 3, priority=0, id="low"),
         underestimated(4, 5, 6, priority=5, id="high"),
         underestimated(7, 8, 9, priority=5),
@@ -109,7 +109,7 @@ def test_among_equals_the_newest_is_retracted() -> None:
 def test_only_as_many_as_needed_are_retracted() -> None:
     """A peer retracted its whole queue for lack of this."""
     subject = harness(num_pages=42, page_size=2, max_running=8, vocab=4096)
-    subject.add(*(underestimated(n, n + 1, n + 2, n + 3, max_tokens=30) for n in range(8)))
+    subject.add_all(*(underestimated(n, n + 1, n + 2, n + 3, max_tokens=30) for n in range(8)))
     most = 0
     while subject.scheduler.has_work:
         before = subject.scheduler.counters.retractions
@@ -140,7 +140,7 @@ def test_no_request_is_retracted_more_than_twice(seed: int, overlap: bool) -> No
         )
         for _ in range(12)
     ]
-    subject.add(*everyone)
+    everyone = subject.add_all(*everyone)
     # Each pass computes a token or a chunk of a prompt for some request; twelve requests of at most 32 tokens, each
     # computed at most three times, bound the number of passes.
     assert subject.run(max_steps=12 * 32 * (1 + MAX_RETRACTIONS)) > 0
@@ -166,7 +166,7 @@ def late_tokens(subject: Harness) -> list[str]:
 def test_a_request_retracted_with_its_token_in_flight_keeps_that_token() -> None:
     subject = crowded(12, overlap=True)
     late = late_tokens(subject)
-    subject.add(*(underestimated(n, n + 1, n + 2) for n in range(4)))
+    subject.add_all(*(underestimated(n, n + 1, n + 2) for n in range(4)))
     subject.run()
     assert late
     subject.assert_reference()
@@ -178,7 +178,7 @@ def test_a_retracted_request_may_finish_while_it_waits() -> None:
         rng = random.Random(seed)
         subject = harness(num_pages=12, page_size=2, max_running=6, vocab=5, overlap=True)
         late = late_tokens(subject)
-        subject.add(*(underestimated(*(rng.randrange(5) for _ in range(4))) for n in range(6)))
+        subject.add_all(*(underestimated(*(rng.randrange(5) for _ in range(4))) for n in range(6)))
         subject.run()
         subject.assert_reference()
         story = [(event.request_id, event.kind) for event in subject.scheduler.journal.events]
@@ -192,14 +192,14 @@ def test_a_retracted_request_may_finish_while_it_waits() -> None:
 def test_a_prompt_that_cannot_continue_is_retracted() -> None:
     """Long prompts that were admitted together by an optimistic estimate, with no decode to wait for."""
     subject = harness(num_pages=20, page_size=1, max_running=4, chunk_tokens=2, max_batch_tokens=8, vocab=4096)
-    subject.add(*(underestimated(n, *range(9), max_tokens=9) for n in range(4)))
+    subject.add_all(*(underestimated(n, *range(9), max_tokens=9) for n in range(4)))
     subject.run()
     subject.assert_reference()
 
 
 def test_priority_retracts_requests_below_the_gap() -> None:
     subject = harness(policy="priority", retract_gap=3, max_running=2)
-    subject.add(request([1], 40, priority=0, id="low"), request([2], 40, priority=1, id="mid"))
+    subject.add_all(request([1], 40, priority=0, id="low"), request([2], 40, priority=1, id="mid"))
     subject.step()
     subject.add(request([3], 4, priority=3, id="high"))
     subject.step()
@@ -211,13 +211,13 @@ def test_priority_retracts_requests_below_the_gap() -> None:
 
 def test_priority_does_not_retract_within_the_gap_or_without_effect() -> None:
     subject = harness(policy="priority", retract_gap=3, max_running=2)
-    subject.add(request([1], 20, priority=0), request([2], 20, priority=5))
+    subject.add_all(request([1], 20, priority=0), request([2], 20, priority=5))
     subject.step()
     subject.add(request([3], 4, priority=2))
     subject.step()
     assert subject.scheduler.counters.retractions == 0
     small = harness(policy="priority", retract_gap=1, num_pages=16, max_running=4)
-    small.add(request(prompt([1] * 40), 16, priority=9), request(prompt([2] * 4), 2, priority=0))
+    small.add_all(request(prompt([1] * 40), 16, priority=9), request(prompt([2] * 4), 2, priority=0))
     small.step()
     small.add(request(prompt([3] * 40), 8, priority=5))
     small.step()
@@ -227,7 +227,7 @@ def test_priority_does_not_retract_within_the_gap_or_without_effect() -> None:
 def test_a_request_is_not_readmitted_while_a_token_of_it_is_in_flight() -> None:
     """With two passes in flight at most, the commit precedes the next plan; deeper pipelines would rely on this."""
     core = scheduler()
-    core.add(one := request(id="back"), 0.0)
+    one = core.add(request(id="back"), 0.0)
     one.num_in_flight = 1
     assert core.plan(0.0) is None
     assert "the token it was computing when it was retracted" in core.explain("back")
@@ -241,12 +241,12 @@ def test_cached_tokens_never_exceed_the_prompt() -> None:
     prefix = list(range(1, 33))
     subject.add(request(prompt(prefix, 90), 2))
     subject.run()
-    subject.add(one := request(prompt(prefix, 91), 20))
+    one = subject.add(request(prompt(prefix, 91), 20))
     subject.step()
     assert one.num_cached == 32
     subject.scheduler.retract(one.id, subject.clock(), "a test")
     subject.scheduler.flush_cache()
-    subject.add(*(request(prompt(prefix, 92 + number), 20) for number in range(3)))
+    subject.add_all(*(request(prompt(prefix, 92 + number), 20) for number in range(3)))
     subject.run()
     assert one.num_cached == 32 <= len(one.prompt)
     subject.assert_reference()
@@ -254,7 +254,7 @@ def test_cached_tokens_never_exceed_the_prompt() -> None:
 
 def test_an_absurd_expected_length_is_capped_by_max_tokens() -> None:
     subject = harness(num_pages=16)
-    subject.add(one := request([1, 2, 3], 5, expected_tokens=2**40, stop_token_ids=(63,)), request([4, 5], 5))
+    one, _ = subject.add_all(request([1, 2, 3], 5, expected_tokens=2**40, stop_token_ids=(63,)), request([4, 5], 5))
     subject.run()
     assert len(one.output) <= 5
     subject.assert_reference()
@@ -263,11 +263,11 @@ def test_an_absurd_expected_length_is_capped_by_max_tokens() -> None:
 # ---------------------------------------------------------------------- a step is bounded
 
 
-def naive_victim(running: list[Request], memory: Memory) -> Request | None:
+def naive_victim(running: list[TrackedRequest], memory: Memory) -> TrackedRequest | None:
     """The reference implementation of `victims`: looks at all requests again for each."""
     allowed = [one for one in running if not is_protected(one)]
 
-    def own_pages(one: Request) -> int:
+    def own_pages(one: TrackedRequest) -> int:
         assert one.slot is not None
         prefix_pages = memory.locked_nodes[one].depth // memory.page_size
         return int(memory.slots.num_pages[one.slot]) - prefix_pages + one.exclusive_pages
@@ -275,7 +275,7 @@ def naive_victim(running: list[Request], memory: Memory) -> Request | None:
     candidates = [one for one in allowed if own_pages(one) > 0] or allowed
     senior = min(candidates, key=lambda one: one.seniority, default=None)
 
-    def order(one: Request) -> tuple[bool, int, bool, float, int]:
+    def order(one: TrackedRequest) -> tuple[bool, int, bool, float, int]:
         pages, computed = max(1, own_pages(one)), int(memory.slots.computed[one.slot])
         tokens = min(computed, pages * memory.page_size)
         cost = tokens * (1 + (computed - tokens / 2) / 4096) / pages
@@ -310,7 +310,7 @@ def test_victims_have_the_order_of_choosing_each_among_all(seed: int) -> None:
 def storm(**options: Any) -> Harness:
     """Requests of one length that all need another page in the same pass, in a pool without one."""
     subject = crowded(36, max_running=12, overlap=True, **options)
-    subject.add(*(underestimated(n, n + 1, n + 2, n + 3, max_tokens=10) for n in range(12)))
+    subject.add_all(*(underestimated(n, n + 1, n + 2, n + 3, max_tokens=10) for n in range(12)))
     return subject
 
 
@@ -337,7 +337,7 @@ def test_a_step_retracts_a_bounded_number_and_other_rows_wait_for_a_page(max_mov
 def test_requests_of_higher_priority_get_memory_over_several_steps() -> None:
     """One that needs more retractions than a step has is admitted once the last of them is done."""
     subject = harness(num_pages=40, page_size=2, max_running=12, policy="priority", retract_gap=1, vocab=4096)
-    subject.add(*(request([n + 1] * 4, 4, id=f"low-{n}") for n in range(10)))
+    subject.add_all(*(request([n + 1] * 4, 4, id=f"low-{n}") for n in range(10)))
     subject.step()
     subject.add(request(prompt([50] * 40), 6, priority=9, id="high"))
     subject.scheduler.admission.max_moves = 4
@@ -374,7 +374,7 @@ def test_a_retraction_for_a_higher_priority_does_not_change_what_outputs_are_exp
 
 def test_a_higher_priority_gets_the_adapter_slot_of_a_lower_one() -> None:
     subject = by_priority(num_pages=256, adapter_slots=1)
-    subject.add(request([1] * 5, 200, adapter="x", id="low"), request([2] * 5, 200, id="without"))
+    subject.add_all(request([1] * 5, 200, adapter="x", id="low"), request([2] * 5, 200, id="without"))
     for _ in range(3):
         subject.step()
     subject.add(request([2] * 5, 3, adapter="y", priority=5, id="high"))
@@ -393,7 +393,7 @@ def test_a_shared_prefix_that_only_victims_hold_is_free_without_them() -> None:
     subject = by_priority(num_pages=20)
     subject.add(request([60], 60, expected_tokens=1, priority=9, id="stays"))
     subject.step()
-    subject.add(shares_prefix(50), shares_prefix(51))
+    subject.add_all(shares_prefix(50), shares_prefix(51))
     for _ in range(4):
         subject.step()
     assert [one.id for one in subject.scheduler.running.decoding] == ["stays", "shares-50"]
@@ -406,7 +406,7 @@ def test_a_shared_prefix_that_only_victims_hold_is_free_without_them() -> None:
 
 def test_no_request_is_retracted_for_a_prefix_that_others_use_too() -> None:
     subject = by_priority(num_pages=20)
-    subject.add(shares_prefix(50), shares_prefix(51, priority=9))
+    subject.add_all(shares_prefix(50), shares_prefix(51, priority=9))
     for _ in range(3):
         subject.step()
     assert len(subject.scheduler.running.decoding) == 2

@@ -5,24 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.request import Phase, Request
+from paceline.request import Request
 from paceline.scheduler import Scheduler
 from paceline.scheduler.running_set import RunningSet
+from paceline.scheduler.tracked_request import Phase, TrackedRequest
 from tests.helpers import harness, prompt, request, scheduler
 
 
-def admitted(core: Scheduler, *requests: Request) -> RunningSet:
+def admitted(core: Scheduler, *requests: Request) -> tuple[RunningSet, list[TrackedRequest]]:
     """The running set after one pass that prefills all of `requests`."""
-    for one in requests:
-        core.add(one, 0.0)
+    added = [core.add(one, 0.0) for one in requests]
     assert core.plan(0.0) is not None
-    return core.running
+    return core.running, added
 
 
 def test_prefilling_requests_are_in_order_of_first_admission() -> None:
     core = scheduler(chunk_tokens=2, max_prefill_tokens=64)
-    first, second = request(range(8)), request(range(20, 28))
-    running = admitted(core, first, second)
+    running, (first, second) = admitted(core, request(range(8)), request(range(20, 28)))
     assert running.prefilling == [first, second] and not running.decoding
     running.discard(first)
     first.enter(Phase.WAITING)
@@ -33,8 +32,7 @@ def test_prefilling_requests_are_in_order_of_first_admission() -> None:
 
 def test_decode_slots_and_tenants_follow_the_decoding_requests() -> None:
     core = scheduler()
-    one, other = request([1], 9, tenant="a"), request([2], 9, tenant="b")
-    running = admitted(core, one, other)
+    running, (one, other) = admitted(core, request([1], 9, tenant="a"), request([2], 9, tenant="b"))
     slots = running.decode_slots
     assert slots.tolist() == [one.slot, other.slot] and running.decodes_by_tenant == {"a": 1, "b": 1}
     assert running.decode_slots is slots, "a steady step builds nothing"
@@ -47,7 +45,7 @@ def test_decode_slots_and_tenants_follow_the_decoding_requests() -> None:
 
 def test_discarding_a_request_that_has_left_does_nothing() -> None:
     core = scheduler()
-    running = admitted(core, one := request([1], 9))
+    running, (one,) = admitted(core, request([1], 9))
     running.stop_decoding(one)
     running.discard(one)
     assert len(running) == 0 and not running
@@ -75,7 +73,7 @@ def test_sharing_is_kept_until_a_decode_joins_or_leaves_or_rows_are_remapped() -
 
 def test_sharing_is_not_kept_for_another_request_in_the_same_slot() -> None:
     subject = harness(max_running=2)
-    subject.add(request(prompt(range(1, 10), 20), 30), other := request(prompt(range(1, 10), 21), 30))
+    _, other = subject.add_all(request(prompt(range(1, 10), 20), 30), request(prompt(range(1, 10), 21), 30))
     for _ in range(3):
         subject.step()
     before = subject.executor.plans[-1]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.config import BATCHING
-from paceline.request import FinishReason, InvalidRequest, Phase, Refused
+from paceline.request import FinishReason, InvalidRequest, Refused
 from paceline.scheduler import EventKind, PinError, validation
+from paceline.scheduler.tracked_request import Phase
 from tests.helpers import EOS, admissions, events, harness, prompt, request, scheduler
 
 
 def test_a_request_passes_through_its_phases() -> None:
     subject = harness()
-    one = request(prompt(range(1, 11)), max_tokens=3)
-    subject.add(one)
+    one = subject.add(request(prompt(range(1, 11)), max_tokens=3))
     seen = [one.phase]
     while subject.scheduler.has_work:
         subject.step()
@@ -44,8 +45,7 @@ def test_one_requested_token_is_one_pass() -> None:
 
 def test_a_prefill_only_request_samples_nothing_and_ends_with_its_prefill() -> None:
     subject = harness(chunk_tokens=4)
-    one = request(prompt(range(6)), prefill_only=True)
-    subject.add(one)
+    one = subject.add(request(prompt(range(6)), prefill_only=True))
     assert subject.run() == 2
     assert (one.finish_reason, len(one.output)) == (FinishReason.LENGTH, 0)
 
@@ -54,8 +54,7 @@ def test_positions_that_must_be_computed_are_not_taken_from_the_cache() -> None:
     subject = harness(page_size=1)
     subject.add(request(prompt(range(8)), max_tokens=1))
     subject.run()
-    again = request(prompt(range(8)), max_tokens=1, compute_from=3)
-    subject.add(again)
+    again = subject.add(request(prompt(range(8)), max_tokens=1, compute_from=3))
     subject.run()
     assert (again.num_cached, subject.executor.plans[-1].lengths.tolist()) == (3, [5])
     subject.assert_reference()
@@ -64,7 +63,7 @@ def test_positions_that_must_be_computed_are_not_taken_from_the_cache() -> None:
 def test_the_last_prompt_token_is_always_computed() -> None:
     subject = harness(page_size=1)
     for _ in range(2):
-        subject.add(one := request(prompt(range(8)), max_tokens=2))
+        one = subject.add(request(prompt(range(8)), max_tokens=2))
         subject.run()
     assert one.num_cached == 7
     assert subject.executor.plans[-2].lengths.tolist() == [1]
@@ -72,11 +71,9 @@ def test_the_last_prompt_token_is_always_computed() -> None:
 
 def test_output_is_cached_for_the_next_turn_of_a_chat() -> None:
     subject = harness(page_size=1)
-    first = request(prompt(range(8)), max_tokens=6)
-    subject.add(first)
+    first = subject.add(request(prompt(range(8)), max_tokens=6))
     subject.run()
-    second = request(prompt(range(8), first.output, 9), max_tokens=2)
-    subject.add(second)
+    second = subject.add(request(prompt(range(8), first.output, 9), max_tokens=2))
     subject.run()
     assert second.num_cached == 8 + 5, "all but the last token, whose KV was never computed"
     subject.assert_reference()
@@ -100,7 +97,7 @@ def test_token_budgets_hold_in_every_pass(batching: str) -> None:
 
 def test_mixed_batching_never_stalls_a_decode() -> None:
     subject = harness(max_batch_tokens=16, chunk_tokens=8, num_pages=400)
-    subject.add(runner := request(max_tokens=60))
+    runner = subject.add(request(max_tokens=60))
     subject.step()
     for number in range(4):
         subject.add(request(prompt(number, range(100)), max_tokens=2))
@@ -125,7 +122,7 @@ def test_prefill_first_runs_prefill_batches_before_decode_batches() -> None:
 def test_prefill_first_does_not_starve_decodes(overlap: bool) -> None:
     """An endless stream of prompts: every ninth batch is a decode batch."""
     subject = harness(batching="prefill-first", overlap=overlap, max_running=4, num_pages=400)
-    subject.add(runner := request([1, 2], max_tokens=100))
+    runner = subject.add(request([1, 2], max_tokens=100))
     for number in range(2000):
         if runner.is_finished:
             break
@@ -144,7 +141,7 @@ def test_prefill_first_counts_only_batches_that_delay_a_decode() -> None:
     subject.add(request(prompt(range(40)), max_tokens=2))
     for _ in range(10):
         subject.step()
-    subject.add(*(request(prompt([number] * 4), max_tokens=2) for number in range(10)))
+    subject.add_all(*(request(prompt([number] * 4), max_tokens=2) for number in range(10)))
     subject.run()
     kinds = [plan.num_decodes > 0 for plan in subject.executor.plans]
     assert kinds[:22] == [False] * 18 + [True] + [False] * 2 + [True]
@@ -163,7 +160,7 @@ def test_static_batching_admits_only_after_the_slowest_request_has_ended() -> No
 
 def test_memory_of_a_finished_request_is_reused_in_the_next_pass() -> None:
     subject = harness(num_pages=4, page_size=4, max_running=4)
-    subject.add(request(prompt(range(12)), max_tokens=2), request(prompt(range(20, 32)), max_tokens=2))
+    subject.add_all(request(prompt(range(12)), max_tokens=2), request(prompt(range(20, 32)), max_tokens=2))
     subject.run()
     plans = subject.executor.plans
     assert [len(plan.joins) for plan in plans] == [1, 0, 1, 0], "the second joins the pass after the first ended"
@@ -174,14 +171,14 @@ def test_short_prompts_do_not_wait_behind_long_ones() -> None:
     for number in range(8):
         subject.add(request(prompt(number, range(300)), max_tokens=1))
     subject.step()
-    subject.add(short := request([7, 7, 7], max_tokens=1))
+    short = subject.add(request([7, 7, 7], max_tokens=1))
     subject.step()
     assert short.is_finished
 
 
 def test_several_prompts_are_prefilled_at_once() -> None:
     subject = harness(chunk_tokens=8, max_batch_tokens=32, max_prefill_tokens=32, num_pages=2000)
-    subject.add(*(request(prompt(number, range(40)), max_tokens=1) for number in range(3)))
+    subject.add_all(*(request(prompt(number, range(40)), max_tokens=1) for number in range(3)))
     subject.step()
     assert subject.executor.plans[0].lengths.tolist() == [8, 8, 8]
 
@@ -215,7 +212,7 @@ def test_chunks_are_full_while_requests_wait() -> None:
     subject = harness(chunk_tokens=60, chunk_context=50, max_running=2, num_pages=2000, context_tokens=8000)
     subject.add(request(max_tokens=40))
     subject.step()
-    subject.add(*(request(prompt(number, range(299)), max_tokens=1) for number in (1, 2)))
+    subject.add_all(*(request(prompt(number, range(299)), max_tokens=1) for number in (1, 2)))
     subject.run()
     assert [plan.num_prefill_tokens for plan in subject.executor.plans[1:] if plan.num_prefill_tokens][:5] == [60] * 5
 
@@ -225,7 +222,7 @@ def test_itl_target_bounds_the_prefill_tokens_of_a_mixed_batch() -> None:
     limited = harness(itl_target=0.0025, chunk_tokens=200, num_pages=4000, prefix_cache=False)
     limited.add(request(max_tokens=200))
     limited.step()
-    limited.add(*(request(prompt(number, range(400)), max_tokens=1) for number in range(6)))
+    limited.add_all(*(request(prompt(number, range(400)), max_tokens=1) for number in range(6)))
     limited.run()
     chunks = [plan.num_prefill_tokens for plan in limited.executor.plans[1:] if plan.num_prefill_tokens]
     assert max(chunks) <= 149 and sorted(chunks)[len(chunks) // 2] >= 110
@@ -234,10 +231,10 @@ def test_itl_target_bounds_the_prefill_tokens_of_a_mixed_batch() -> None:
 def test_a_prompt_after_a_long_cached_context_gets_fewer_tokens_of_a_limited_pass() -> None:
     subject = harness(itl_target=0.0025, chunk_context=100, chunk_tokens=400, num_pages=4000, context_tokens=2000)
     context = range(800)
-    subject.add(request(max_tokens=200), request(prompt(context), max_tokens=1))
+    subject.add_all(request(max_tokens=200), request(prompt(context), max_tokens=1))
     for _ in range(3):
         subject.step()
-    subject.add(*(request(prompt(number, range(100)), max_tokens=1) for number in range(20)))
+    subject.add_all(*(request(prompt(number, range(100)), max_tokens=1) for number in range(20)))
     while subject.scheduler.num_running > 1 or subject.scheduler.num_waiting:
         subject.step()
     subject.add(request(prompt(context, 7, range(300)), max_tokens=1))
@@ -251,7 +248,7 @@ def test_decodes_that_are_slower_than_itl_target_leave_half_of_the_pass_to_promp
     limited = harness(itl_target=0.001, chunk_tokens=1000, num_pages=4000, context_tokens=2000)
     limited.add(request(prompt(range(1000)), max_tokens=200))
     limited.step()
-    limited.add(*(request(prompt(number, range(400)), max_tokens=1) for number in range(6)))
+    limited.add_all(*(request(prompt(number, range(400)), max_tokens=1) for number in range(6)))
     limited.run()
     chunks = [plan.num_prefill_tokens for plan in limited.executor.plans[1:] if plan.num_prefill_tokens]
     assert sorted(chunks)[len(chunks) // 2] >= 60, "100 tokens take as long as the decode"
@@ -266,11 +263,11 @@ def test_a_latency_target_delays_no_short_prompt_behind_long_ones(itl_target: fl
     )  # fmt: skip
     subject.add(request(max_tokens=200))
     subject.step()
-    subject.add(*(request(prompt(number, range(2000)), max_tokens=1) for number in range(8)))
+    subject.add_all(*(request(prompt(number, range(2000)), max_tokens=1) for number in range(8)))
     for _ in range(8):
         subject.step()
     assert subject.scheduler.running.prefilling
-    subject.add(*(shorts := [request(prompt(99, number), max_tokens=1) for number in range(4)]))
+    shorts = subject.add_all(*[request(prompt(99, number), max_tokens=1) for number in range(4)])
     subject.step()
     assert all(short.is_finished for short in shorts)
 
@@ -283,7 +280,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     with pytest.raises(
         Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the KV memory for 32"
     ) as caught:
-        subject.add(request(prompt(range(30)), max_tokens=4), 0.0)
+        subject.add_all(request(prompt(range(30)), max_tokens=4), 0.0)
     assert not caught.value.retry
     assert events(subject, EventKind.REFUSE)
     assert not subject.has_work
@@ -292,21 +289,21 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 def test_the_pin_quota_is_not_promised_to_requests() -> None:
     subject = scheduler(num_pages=8, page_size=4, pin_quota_pages=2)
     with pytest.raises(Refused, match="more than the KV memory for 24"):
-        subject.add(request(prompt(range(20)), max_tokens=8), 0.0)
+        subject.add_all(request(prompt(range(20)), max_tokens=8), 0.0)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     subject = scheduler(context_tokens=16)
     with pytest.raises(Refused, match="17 tokens, which leaves none for output in a context of 16"):
-        subject.add(request(prompt(range(17)), max_tokens=None), 0.0)
+        subject.add_all(request(prompt(range(17)), max_tokens=None), 0.0)
     with pytest.raises(Refused, match="more than the context of 16"):
-        subject.add(request(prompt(range(10)), max_tokens=10), 0.0)
+        subject.add_all(request(prompt(range(10)), max_tokens=10), 0.0)
 
 
 def test_without_max_tokens_the_output_is_limited_by_context_and_memory() -> None:
     for options, expected in (({"context_tokens": 20}, 10), ({"num_pages": 4, "page_size": 4}, 6)):
         subject = harness(**options)
-        subject.add(one := request(prompt(range(10)), max_tokens=None))
+        one = subject.add(request(prompt(range(10)), max_tokens=None))
         subject.run()
         assert (len(one.output), one.finish_reason) == (expected, FinishReason.LENGTH)
 
@@ -316,8 +313,8 @@ def test_max_tokens_is_clipped_to_what_fits_only_if_asked_for() -> None:
         with pytest.raises(Refused):
             harness(**options).add(request(prompt(range(10)), max_tokens=11))
         subject = harness(clip_max_tokens=True, **options)
-        subject.add(
-            one := request(prompt(range(10)), max_tokens=2**40), fits := request(prompt(range(5, 15)), max_tokens=6)
+        one, fits = subject.add_all(
+            request(prompt(range(10)), max_tokens=2**40), request(prompt(range(5, 15)), max_tokens=6)
         )
         subject.run()
         assert (len(one.output), one.finish_reason, one.clipped_max_tokens) == (expected, FinishReason.LENGTH, expected)
@@ -325,7 +322,7 @@ def test_max_tokens_is_clipped_to_what_fits_only_if_asked_for() -> None:
         with pytest.raises(Refused, match="leaves none for output") as caught:
             subject.add(request(prompt(range(20)), max_tokens=5))
         assert not caught.value.retry
-        subject.add(whole := request(prompt(range(16)), max_tokens=0))
+        whole = subject.add(request(prompt(range(16)), max_tokens=0))
         subject.run()
         assert (whole.finish_reason, whole.clipped_max_tokens) == (FinishReason.LENGTH, None)
         subject.assert_reference()
@@ -334,24 +331,26 @@ def test_max_tokens_is_clipped_to_what_fits_only_if_asked_for() -> None:
 def test_a_full_queue_refuses_and_says_to_retry() -> None:
     subject = scheduler(max_waiting=2)
     for _ in range(2):
-        subject.add(request(), 0.0)
+        subject.add_all(request(), 0.0)
     with pytest.raises(Refused, match="2 requests are waiting") as caught:
-        subject.add(request(), 0.0)
+        subject.add_all(request(), 0.0)
     assert caught.value.retry
     subject = scheduler(max_waiting_tokens=5)
-    subject.add(request([1, 2, 3]), 0.0)
+    subject.add_all(request([1, 2, 3]), 0.0)
     with pytest.raises(Refused, match="3 prompt tokens are waiting"):
-        subject.add(request([1, 2, 3]), 0.0)
+        subject.add_all(request([1, 2, 3]), 0.0)
 
 
 def test_a_full_queue_yields_to_a_higher_priority() -> None:
     subject = harness(max_running=1, max_waiting=3, full_queue="yield", policy="priority")
     subject.add(request(max_tokens=9, id="running", priority=-9))
     subject.step()
-    subject.add(*(request(id=name, priority=priority) for name, priority in (("low", 0), ("mid", 1), ("low too", 0))))
+    subject.add_all(
+        *(request(id=name, priority=priority) for name, priority in (("low", 0), ("mid", 1), ("low too", 0)))
+    )
     with pytest.raises(Refused, match="3 requests are waiting"):
         subject.add(request(id="same", priority=0))
-    subject.add(request(id="high", priority=5), request(id="higher", priority=6), request(id="highest", priority=7))
+    subject.add_all(request(id="high", priority=5), request(id="higher", priority=6), request(id="highest", priority=7))
     with pytest.raises(Refused, match="3 requests are waiting"):
         subject.add(request(id="late", priority=5))
     subject.run()
@@ -363,23 +362,23 @@ def test_a_full_queue_yields_to_a_higher_priority() -> None:
 
 def test_a_full_queue_refuses_higher_priorities_by_default() -> None:
     subject = scheduler(max_waiting=1)
-    subject.add(request(priority=0), 0.0)
+    subject.add_all(request(priority=0), 0.0)
     with pytest.raises(Refused, match="1 requests are waiting"):
-        subject.add(request(priority=9), 0.0)
+        subject.add_all(request(priority=9), 0.0)
 
 
 def test_a_queue_with_too_many_tokens_yields_as_many_requests_as_needed_or_none() -> None:
     subject = scheduler(max_running=1, max_waiting_tokens=30, full_queue="yield")
     names = [("a", 10, 1), ("b", 10, 0), ("c", 10, 2)]
     for name, length, priority in names:
-        subject.add(request([1] * length, id=name, priority=priority), 0.0)
+        subject.add_all(request([1] * length, id=name, priority=priority), 0.0)
     with pytest.raises(Refused, match="30 prompt tokens are waiting"):
-        subject.add(request([1] * 25, id="too long", priority=2), 0.0)
+        subject.add_all(request([1] * 25, id="too long", priority=2), 0.0)
     assert list(subject.requests) == ["a", "b", "c"], "b and a would not have been enough"
-    subject.add(request([1] * 15, id="d", priority=2), 0.0)
+    subject.add_all(request([1] * 15, id="d", priority=2), 0.0)
     assert list(subject.requests) == ["c", "d"]
     with pytest.raises(Refused, match="more than the context"):
-        subject.add(request([1] * 9, 40_000, id="never", priority=9), 0.0)
+        subject.add_all(request([1] * 9, 40_000, id="never", priority=9), 0.0)
     assert list(subject.requests) == ["c", "d"], "none gives way to a request that can never run"
 
 
@@ -400,13 +399,13 @@ def test_displacing_costs_the_same_with_many_waiting_requests() -> None:
     """Counted in heap entries looked at: a push and a pop each, however many wait."""
     subject = scheduler(max_running=1, max_waiting=5000, full_queue="yield", num_pages=4096)
     for number in range(5000):
-        subject.add(request([1], 1, priority=number % 7), 0.0)
+        subject.add_all(request([1], 1, priority=number % 7), 0.0)
     looked_at = []
     original = validation._has_not_begun
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "_has_not_begun", lambda one: looked_at.append(one) or original(one))
         for _ in range(500):
-            subject.add(request([1], 1, priority=9), 0.0)
+            subject.add_all(request([1], 1, priority=9), 0.0)
     assert len(looked_at) == 500
     assert subject.num_waiting == 5000
     assert subject.counters.finished[FinishReason.DISPLACED] == 500
@@ -414,7 +413,9 @@ def test_displacing_costs_the_same_with_many_waiting_requests() -> None:
 
 def test_retracted_requests_are_not_refused_by_a_full_queue() -> None:
     subject = harness(num_pages=10, page_size=2, max_running=4, max_waiting=4, vocab=4096)
-    subject.add(*(request(prompt(n, n, n), max_tokens=12, eos_token_ids=(EOS,), expected_tokens=1) for n in range(4)))
+    subject.add_all(
+        *(request(prompt(n, n, n), max_tokens=12, eos_token_ids=(EOS,), expected_tokens=1) for n in range(4))
+    )
     subject.run()
     assert subject.scheduler.counters.retractions
     assert len(subject.reasons) == 4
@@ -424,14 +425,26 @@ def test_retracted_requests_are_not_refused_by_a_full_queue() -> None:
 def test_an_id_that_is_in_use_cannot_be_added_again() -> None:
     subject = scheduler()
     one = request(id="same")
-    subject.add(one, 0.0)
+    subject.add_all(one, 0.0)
     with pytest.raises(InvalidRequest, match="'same' is in use"):
-        subject.add(request(id="same"), 0.0)
+        subject.add_all(request(id="same"), 0.0)
     with pytest.raises(InvalidRequest, match="'same' is in use"):
-        subject.add(one, 0.0)
-    subject.abort("same", 0.0)
-    with pytest.raises(InvalidRequest, match="was added before"):
-        subject.add(one, 0.0)
+        subject.add_all(one, 0.0)
+
+
+def test_the_same_request_can_be_added_again() -> None:
+    """Once it has ended, or at any time under another id: the scheduler writes nothing into it."""
+    subject = harness(overlap=True)
+    one = request(prompt(range(8)), max_tokens=5)
+    first, copy = subject.add(one), subject.add(replace(one, id="copy"))
+    subject.run()
+    again = subject.scheduler.add(one, subject.clock())
+    assert again is not first and not again.output and again.phase is Phase.WAITING
+    while not again.is_finished:
+        subject.loop.step()
+    assert again.output == first.output == copy.output and len(again.output) == 5
+    with pytest.raises(FrozenInstanceError):
+        one.tenant = "other"  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------------- ending
@@ -439,7 +452,7 @@ def test_an_id_that_is_in_use_cannot_be_added_again() -> None:
 
 def test_abort_matches_ids_exactly() -> None:
     subject = harness()
-    subject.add(request(id="a-1"), request(id="a-10"))
+    subject.add_all(request(id="a-1"), request(id="a-10"))
     assert not subject.scheduler.abort("a-", 0.0)
     assert subject.scheduler.abort("a-1", 0.0)
     subject.run()
@@ -450,7 +463,7 @@ def test_abort_matches_ids_exactly() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_abort_in_every_state_frees_everything_once(steps: int, overlap: bool) -> None:
     subject = harness(chunk_tokens=4, overlap=overlap)
-    subject.add(request(prompt(range(9)), max_tokens=4, id="victim"), request(prompt(range(5)), max_tokens=4))
+    subject.add_all(request(prompt(range(9)), max_tokens=4, id="victim"), request(prompt(range(5)), max_tokens=4))
     for _ in range(steps):
         subject.step()
     subject.scheduler.abort("victim", subject.clock())
@@ -462,7 +475,7 @@ def test_abort_in_every_state_frees_everything_once(steps: int, overlap: bool) -
 
 def test_a_deadline_ends_a_request_waiting_or_running() -> None:
     subject = harness(max_running=1)
-    subject.add(
+    subject.add_all(
         request(max_tokens=50, id="running", deadline=0.02), request(max_tokens=50, id="waiting", deadline=0.01)
     )
     subject.run()
@@ -475,7 +488,7 @@ def test_a_deadline_ends_a_request_waiting_or_running() -> None:
 def test_waiting_and_running_time_are_limited_separately(overlap: bool) -> None:
     """A step takes about a millisecond."""
     subject = harness(max_running=1, queue_timeout_s=0.06, running_timeout_s=0.04, overlap=overlap)
-    subject.add(
+    subject.add_all(
         request(max_tokens=100, id="running"),
         request(max_tokens=5, id="in time"),
         request(max_tokens=100, id="own limit", running_timeout_s=0.005),
@@ -527,7 +540,7 @@ def test_deadlines_of_requests_that_have_ended_take_no_memory() -> None:
 
 def test_a_stop_token_ends_a_request_and_is_part_of_its_output() -> None:
     subject = harness(vocab=4)
-    subject.add(one := request(max_tokens=100, eos_token_ids=(EOS,)))
+    one = subject.add(request(max_tokens=100, eos_token_ids=(EOS,)))
     subject.run()
     assert (one.finish_reason, one.output[-1]) == (FinishReason.STOP, EOS)
     assert EOS not in one.output[:-1]
@@ -535,7 +548,7 @@ def test_a_stop_token_ends_a_request_and_is_part_of_its_output() -> None:
 
 def test_min_tokens_outlasts_a_stop_token() -> None:
     subject = harness(vocab=4)
-    subject.add(one := request(max_tokens=100, eos_token_ids=(EOS,), min_tokens=30))
+    one = subject.add(request(max_tokens=100, eos_token_ids=(EOS,), min_tokens=30))
     subject.run()
     assert len(one.output) >= 30
     assert EOS in one.output[:30]
@@ -596,7 +609,7 @@ def test_pin_errors_name_the_pin_and_the_remedy() -> None:
 
 def test_without_a_prefix_cache_nothing_is_cached_and_tokens_are_the_same() -> None:
     subject = harness(prefix_cache=False)
-    subject.add(*(request(prompt(range(20)), max_tokens=5) for _ in range(4)))
+    subject.add_all(*(request(prompt(range(20)), max_tokens=5) for _ in range(4)))
     subject.run()
     assert subject.scheduler.counters.hit_tokens == 0
     assert subject.scheduler.memory.pool.num_free == 64
@@ -605,8 +618,7 @@ def test_without_a_prefix_cache_nothing_is_cached_and_tokens_are_the_same() -> N
 
 def test_requests_wait_one_step_for_a_prefix_that_is_being_computed() -> None:
     subject = harness(prefix_wait_tokens=8)
-    sharers = [request(prompt(range(16), n), max_tokens=1) for n in range(4)]
-    subject.add(*sharers)
+    sharers = subject.add_all(*(request(prompt(range(16), n), max_tokens=1) for n in range(4)))
     subject.step()
     assert [one.is_finished for one in sharers] == [True, False, False, False]
     subject.run()
@@ -617,14 +629,14 @@ def test_requests_wait_one_step_for_a_prefix_that_is_being_computed() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority", "hrrn", "random", "lpm", "dfs"])
 def test_every_policy_waits_for_prefixes_in_flight(policy: str) -> None:
     subject = harness(prefix_wait_tokens=8, policy=policy)
-    subject.add(*(request(prompt(range(16), n), max_tokens=1) for n in range(4)))
+    subject.add_all(*(request(prompt(range(16), n), max_tokens=1) for n in range(4)))
     subject.run()
     assert subject.scheduler.counters.computed_tokens == 16 + 4
 
 
 def test_a_short_prefix_is_not_waited_for() -> None:
     subject = harness(prefix_wait_tokens=17)
-    subject.add(*(request(prompt(range(16), n), max_tokens=1) for n in range(2)))
+    subject.add_all(*(request(prompt(range(16), n), max_tokens=1) for n in range(2)))
     subject.step()
     assert len(subject.executor.plans[0].joins) == 2
 
@@ -643,7 +655,7 @@ def test_a_request_is_admitted_when_the_owner_of_its_prefix_is_aborted() -> None
 def test_a_shared_prefix_is_counted_once_and_not_per_sharer() -> None:
     """16 sharers of a 40-page prefix, 2 own pages each: 72 pages hold all of them at once."""
     subject = harness(num_pages=80, page_size=4, max_running=16, max_batch_tokens=1024)
-    subject.add(*(request(prompt(range(160), n), max_tokens=4) for n in range(16)))
+    subject.add_all(*(request(prompt(range(160), n), max_tokens=4) for n in range(16)))
     most = 0
     while subject.scheduler.has_work:
         subject.step()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.config import SchedulerConfig
-from paceline.request import Phase, Request, SamplingParams
+from paceline.request import Request, SamplingParams
 from paceline.scheduler import Scheduler
 from paceline.scheduler.invariants import check
 from paceline.scheduler.snapshot import (
@@ -26,6 +26,7 @@ from paceline.scheduler.snapshot import (
     page_uses,
     snapshot,
 )
+from paceline.scheduler.tracked_request import Phase
 from paceline.testing import Harness
 from tests.helpers import harness, prompt, request
 
@@ -142,7 +143,7 @@ def test_without_host_memory_there_is_nothing_about_it() -> None:
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_requests_are_admitted_in_the_order_of_their_places(policy: str) -> None:
     subject = harness(policy=policy, max_running=1, num_pages=100)
-    subject.add(*(request(prompt([number]), 2, id=f"r{number}", priority=number * 7 % 5) for number in range(9)))
+    subject.add_all(*(request(prompt([number]), 2, id=f"r{number}", priority=number * 7 % 5) for number in range(9)))
     found = snapshot(subject.scheduler, 0.0)
     assert found["order"] == "admission" and [one["place"] for one in found["waiting"]] == list(range(1, 10))
     expected = [one["id"] for one in found["waiting"]]
@@ -156,7 +157,7 @@ def test_requests_are_admitted_in_the_order_of_their_places(policy: str) -> None
 
 def test_policies_that_decide_anew_list_requests_by_arrival_after_retracted_ones() -> None:
     subject = harness(policy="fair", max_running=2, num_pages=100)
-    subject.add(*(request(prompt([number]), 4, id=f"r{number}") for number in range(4)))
+    subject.add_all(*(request(prompt([number]), 4, id=f"r{number}") for number in range(4)))
     subject.step()
     subject.scheduler.retract("r1", 0.0, "a test")
     found = snapshot(subject.scheduler, 0.0)
@@ -169,7 +170,7 @@ def test_shared_prefixes_name_the_running_requests_below_their_deepest_common_no
     common = range(20, 36)
     subject.add(request(prompt(common, 1), 9, id="first"))
     subject.step()
-    subject.add(
+    subject.add_all(
         request(prompt(common, range(40, 44), 2), 9, id="second"),
         request(prompt(common, range(40, 44), 3), 9, id="third"),
         request(prompt([9]), 9, id="alone"),

@@ -44,7 +44,7 @@ class ModelDrafts:
     def compute_kv(self, inputs: Inputs) -> torch.Tensor:
         """Computes the KV of the tokens of a pass. Returns their hidden states."""
         attend = self._attention.begin(inputs)
-        return self._decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions), attend)
+        return self._decoder.forward(torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.rope_positions), attend)
 
     def propose_all(self, tables: SlotTables, slots: Index, positions: Index, limits: Index) -> Index:
         """As many drafts as allowed: those of a row's draft source if it matches, else of the model."""

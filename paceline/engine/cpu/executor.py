@@ -139,8 +139,8 @@ class CpuModelRunner:
             return Result(NO_TOKENS, _NOT_MEASURED, counts=zeros, num_drafts=zeros)
         inputs = self.tables.inputs(plan, 0 if checked is None else plan.num_decodes)
         attend = self.attention.begin(inputs)
-        tokens_in, positions_in = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions)
-        hidden = self.decoder.forward(tokens_in, positions_in, attend, self.adapters.rows(plan))
+        tokens_in, rotated_by = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.rope_positions)
+        hidden = self.decoder.forward(tokens_in, rotated_by, attend, self.adapters.rows(plan))
         if self._draft_model is not None and plan.num_decodes < plan.num_rows:
             self._draft_model.compute_kv(inputs)
         runs = self._prompt_logprobs(plan, hidden)

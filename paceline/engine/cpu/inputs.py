@@ -21,7 +21,8 @@ class Inputs:
     """One forward pass. Rows are those of the plan; the T tokens of all rows follow each other, row by row."""
 
     tokens: Index  # [T]
-    positions: Index  # [T]
+    positions: Index  # [T]: where each token is in its row, and so in the KV cache
+    rope_positions: Index  # [T]: what each token is rotated by; of text the same array
     kv_indices: Index  # [T]: index in the KV cache that each token's keys and values are written to
     starts: Index  # [rows]
     lengths: Index  # [rows]
@@ -91,6 +92,7 @@ class SlotTables:
         return Inputs(
             tokens=self.tokens[token_slots, positions].astype(np.int64),
             positions=positions,
+            rope_positions=positions,
             kv_indices=self.pages[token_slots, positions // size].astype(np.int64) * size + positions % size,
             starts=starts,
             lengths=lengths,

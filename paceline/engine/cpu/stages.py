@@ -59,8 +59,8 @@ class StageRunner:
         self.pipe.begin()
         inputs = self._tables.inputs(plan)
         attend = self._attention.begin(inputs)
-        tokens, positions = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.positions)
-        self.decoder.forward(tokens, positions, attend, self.adapters.rows(plan))
+        tokens, rotated_by = torch.from_numpy(inputs.tokens), torch.from_numpy(inputs.rope_positions)
+        self.decoder.forward(tokens, rotated_by, attend, self.adapters.rows(plan))
         return Result(NO_TOKENS, 0.0)  # the executor measures the time
 
 

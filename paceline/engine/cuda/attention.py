@@ -329,6 +329,7 @@ class CudaAttention:
                 state.page_table,
                 slots,
                 positions,
+                positions,  # of text: tokens are rotated by where they are cached
                 layer.cos_sin,
                 layer.q_norm,
                 layer.k_norm,

@@ -81,6 +81,7 @@ def calibrate(model: CudaModel) -> Tensor:
             zeros[None, :1],
             zeros,
             positions,
+            positions,
             layer.cos_sin,
             layer.q_norm,
             layer.k_norm,

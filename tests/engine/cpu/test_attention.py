@@ -40,6 +40,7 @@ def make_inputs(starts: list[int], lengths: list[int], page_rows: npt.NDArray[np
     return Inputs(
         tokens=positions,
         positions=positions,
+        rope_positions=positions,
         kv_indices=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
         starts=np.array(starts),
         lengths=np.array(lengths),

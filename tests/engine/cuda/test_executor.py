@@ -30,6 +30,7 @@ from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
 from paceline.scheduler.plan import Join, Plan, Sharing, Swap
+from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
     BASE,
@@ -420,7 +421,7 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
 
 def test_a_steady_decode_batch_uploads_nothing() -> None:
     packer = PlanPacker(4, 100, 8, max_tokens=100)
-    join = Join.of(Request("a", np.arange(5)), 2)
+    join = Join.of(TrackedRequest(Request("a", np.arange(5))), 2)
     first = packer.pack(plan_of([2], [0], [5], joins=(join,)))
     counts = dict(zip(DiffHeader, first.parts[0].tolist(), strict=False))
     assert not first.is_decode
@@ -447,7 +448,7 @@ WORD = np.array([1], np.int32)
 @pytest.mark.parametrize(
     "changed",
     [
-        {"joins": (Join.of(Request("b", np.arange(3)), 0),)},
+        {"joins": (Join.of(TrackedRequest(Request("b", np.arange(3))), 0),)},
         {"page_slots": WORD, "page_indices": WORD, "page_ids": WORD},
         {"swap": Swap(WORD, WORD, WORD, WORD)},
         {"sharing": Sharing(9, np.array([0, 1], np.int32), np.array([0], np.int32))},

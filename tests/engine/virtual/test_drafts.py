@@ -16,8 +16,9 @@ from paceline.engine.virtual.drafts import DraftVerifier, RandomDrafts
 from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.llm import LLM
 from paceline.request import Request, SamplingParams
-from paceline.scheduler import Plan, Scheduler
+from paceline.scheduler import Counters, Plan, Scheduler
 from paceline.scheduler.step_time import StepTime
+from paceline.scheduler.tracked_request import TrackedRequest
 
 Rows = dict[str, list[tuple[int, int]]]  # by request: drafts and tokens of each pass
 
@@ -48,58 +49,55 @@ def requests(count: int, max_tokens: int = 40) -> list[Request]:
 
 
 def serve(
-    added: list[Request], *, acceptance: float = 0.7, overlap: bool = True, **options: Any
-) -> tuple[Scheduler, Rows]:
+    asked: list[Request], *, acceptance: float = 0.7, overlap: bool = True, **options: Any
+) -> tuple[list[TrackedRequest], Rows, Counters]:
     settings = {"num_pages": 400, "page_size": 4, "max_running": 8, "draft_tokens": 4} | options
     scheduler, clock, log = Scheduler(SchedulerConfig(**settings)), VirtualClock(), PassLog()
     size = scheduler.config.max_running
     drafts = DraftVerifier(size, RandomDrafts(size, acceptance))
     executor = VirtualExecutor(clock, tokens=virtual_tokens(size), drafts=drafts)
     loop = Loop(scheduler, executor, clock, overlap=overlap, trace=log)
-    for request in added:
-        scheduler.add(request, clock.now)
+    added = [scheduler.add(request, clock.now) for request in asked]
     loop.drain()
-    return scheduler, log.rows
+    return added, log.rows, scheduler.counters
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("num_pages", [400, 40])
 def test_drafts_do_not_change_the_tokens(overlap: bool, num_pages: int) -> None:
-    added = requests(12)
-    scheduler, _ = serve(added, overlap=overlap, num_pages=num_pages)
-    assert (scheduler.counters.retractions > 0) == (num_pages == 40)
-    assert 0 < scheduler.counters.accepted_tokens < scheduler.counters.drafted_tokens
+    added, _, counters = serve(requests(12), overlap=overlap, num_pages=num_pages)
+    assert (counters.retractions > 0) == (num_pages == 40)
+    assert 0 < counters.accepted_tokens < counters.drafted_tokens
     for request in added:
         assert list(request.output) == virtual_tokens().answer(request.prompt, 40), request.id
 
 
 def test_the_outcome_of_a_request_depends_on_nothing_else() -> None:
-    _, together = serve(requests(12))
-    _, again = serve(requests(12))
+    _, together, _ = serve(requests(12))
+    _, again, _ = serve(requests(12))
     assert together == again
     for request in requests(12):
-        _, alone = serve([request], overlap=False)
+        _, alone, _ = serve([request], overlap=False)
         assert alone[request.id] == together[request.id]
 
 
 @pytest.mark.parametrize(("acceptance", "tokens"), [(0.0, [1] * 40), (1.0, [1] + [5] * 7 + [4])])
 def test_no_draft_or_every_draft_is_right(acceptance: float, tokens: list[int]) -> None:
-    _, rows = serve(requests(1), acceptance=acceptance)
+    _, rows, _ = serve(requests(1), acceptance=acceptance)
     assert [count for _, count in rows["0"]] == tokens
 
 
 def test_a_row_drafts_no_further_than_its_last_token() -> None:
-    _, rows = serve(requests(1, max_tokens=7), acceptance=1.0)
+    _, rows, _ = serve(requests(1, max_tokens=7), acceptance=1.0)
     assert rows["0"] == [(0, 1), (4, 5), (0, 1)]
 
 
 def test_accepted_drafts_follow_the_probability() -> None:
     """Of k drafts with an acceptance of a, a + a^2 + ... + a^k are accepted on average."""
-    scheduler, rows = serve(requests(40, max_tokens=400), acceptance=0.6, num_pages=4000)
+    _, rows, counters = serve(requests(40, max_tokens=400), acceptance=0.6, num_pages=4000)
     full = [count - 1 for counts in rows.values() for num_drafts, count in counts if num_drafts == 4]
     assert len(full) > 4000
     assert np.mean(full) == pytest.approx(0.6 + 0.36 + 0.216 + 0.1296, abs=0.05)
-    counters = scheduler.counters
     assert counters.accepted_tokens == sum(count - 1 for counts in rows.values() for _, count in counts)
     assert counters.drafted_tokens == sum(num_drafts for counts in rows.values() for num_drafts, _ in counts)
 
