@@ -60,7 +60,7 @@ def test_rejections_are_logged_at_once_and_then_once_in_an_interval_with_their_n
     subject = RejectionLog()
     with caplog.at_level("WARNING"):
         for number in range(1000):
-            subject.add_all(f"reason {number}", number / 1000)
+            subject.add(f"reason {number}", number / 1000)
         assert [record.getMessage() for record in caplog.records] == ["a decode engine was rejected: reason 0"]
         subject.flush(LOG_INTERVAL_S)
         subject.flush(10 * LOG_INTERVAL_S)

@@ -280,7 +280,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     with pytest.raises(
         Refused, match="prompt and max_tokens are 30 \\+ 4 tokens, more than the KV memory for 32"
     ) as caught:
-        subject.add_all(request(prompt(range(30)), max_tokens=4), 0.0)
+        subject.add(request(prompt(range(30)), max_tokens=4), 0.0)
     assert not caught.value.retry
     assert events(subject, EventKind.REFUSE)
     assert not subject.has_work
@@ -289,15 +289,15 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 def test_the_pin_quota_is_not_promised_to_requests() -> None:
     subject = scheduler(num_pages=8, page_size=4, pin_quota_pages=2)
     with pytest.raises(Refused, match="more than the KV memory for 24"):
-        subject.add_all(request(prompt(range(20)), max_tokens=8), 0.0)
+        subject.add(request(prompt(range(20)), max_tokens=8), 0.0)
 
 
 def test_a_prompt_longer_than_the_context_is_refused() -> None:
     subject = scheduler(context_tokens=16)
     with pytest.raises(Refused, match="17 tokens, which leaves none for output in a context of 16"):
-        subject.add_all(request(prompt(range(17)), max_tokens=None), 0.0)
+        subject.add(request(prompt(range(17)), max_tokens=None), 0.0)
     with pytest.raises(Refused, match="more than the context of 16"):
-        subject.add_all(request(prompt(range(10)), max_tokens=10), 0.0)
+        subject.add(request(prompt(range(10)), max_tokens=10), 0.0)
 
 
 def test_without_max_tokens_the_output_is_limited_by_context_and_memory() -> None:
@@ -331,14 +331,14 @@ def test_max_tokens_is_clipped_to_what_fits_only_if_asked_for() -> None:
 def test_a_full_queue_refuses_and_says_to_retry() -> None:
     subject = scheduler(max_waiting=2)
     for _ in range(2):
-        subject.add_all(request(), 0.0)
+        subject.add(request(), 0.0)
     with pytest.raises(Refused, match="2 requests are waiting") as caught:
-        subject.add_all(request(), 0.0)
+        subject.add(request(), 0.0)
     assert caught.value.retry
     subject = scheduler(max_waiting_tokens=5)
-    subject.add_all(request([1, 2, 3]), 0.0)
+    subject.add(request([1, 2, 3]), 0.0)
     with pytest.raises(Refused, match="3 prompt tokens are waiting"):
-        subject.add_all(request([1, 2, 3]), 0.0)
+        subject.add(request([1, 2, 3]), 0.0)
 
 
 def test_a_full_queue_yields_to_a_higher_priority() -> None:
@@ -362,23 +362,23 @@ def test_a_full_queue_yields_to_a_higher_priority() -> None:
 
 def test_a_full_queue_refuses_higher_priorities_by_default() -> None:
     subject = scheduler(max_waiting=1)
-    subject.add_all(request(priority=0), 0.0)
+    subject.add(request(priority=0), 0.0)
     with pytest.raises(Refused, match="1 requests are waiting"):
-        subject.add_all(request(priority=9), 0.0)
+        subject.add(request(priority=9), 0.0)
 
 
 def test_a_queue_with_too_many_tokens_yields_as_many_requests_as_needed_or_none() -> None:
     subject = scheduler(max_running=1, max_waiting_tokens=30, full_queue="yield")
     names = [("a", 10, 1), ("b", 10, 0), ("c", 10, 2)]
     for name, length, priority in names:
-        subject.add_all(request([1] * length, id=name, priority=priority), 0.0)
+        subject.add(request([1] * length, id=name, priority=priority), 0.0)
     with pytest.raises(Refused, match="30 prompt tokens are waiting"):
-        subject.add_all(request([1] * 25, id="too long", priority=2), 0.0)
+        subject.add(request([1] * 25, id="too long", priority=2), 0.0)
     assert list(subject.requests) == ["a", "b", "c"], "b and a would not have been enough"
-    subject.add_all(request([1] * 15, id="d", priority=2), 0.0)
+    subject.add(request([1] * 15, id="d", priority=2), 0.0)
     assert list(subject.requests) == ["c", "d"]
     with pytest.raises(Refused, match="more than the context"):
-        subject.add_all(request([1] * 9, 40_000, id="never", priority=9), 0.0)
+        subject.add(request([1] * 9, 40_000, id="never", priority=9), 0.0)
     assert list(subject.requests) == ["c", "d"], "none gives way to a request that can never run"
 
 
@@ -399,13 +399,13 @@ def test_displacing_costs_the_same_with_many_waiting_requests() -> None:
     """Counted in heap entries looked at: a push and a pop each, however many wait."""
     subject = scheduler(max_running=1, max_waiting=5000, full_queue="yield", num_pages=4096)
     for number in range(5000):
-        subject.add_all(request([1], 1, priority=number % 7), 0.0)
+        subject.add(request([1], 1, priority=number % 7), 0.0)
     looked_at = []
     original = validation._has_not_begun
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validation, "_has_not_begun", lambda one: looked_at.append(one) or original(one))
         for _ in range(500):
-            subject.add_all(request([1], 1, priority=9), 0.0)
+            subject.add(request([1], 1, priority=9), 0.0)
     assert len(looked_at) == 500
     assert subject.num_waiting == 5000
     assert subject.counters.finished[FinishReason.DISPLACED] == 500
@@ -425,11 +425,11 @@ def test_retracted_requests_are_not_refused_by_a_full_queue() -> None:
 def test_an_id_that_is_in_use_cannot_be_added_again() -> None:
     subject = scheduler()
     one = request(id="same")
-    subject.add_all(one, 0.0)
+    subject.add(one, 0.0)
     with pytest.raises(InvalidRequest, match="'same' is in use"):
-        subject.add_all(request(id="same"), 0.0)
+        subject.add(request(id="same"), 0.0)
     with pytest.raises(InvalidRequest, match="'same' is in use"):
-        subject.add_all(one, 0.0)
+        subject.add(one, 0.0)
 
 
 def test_the_same_request_can_be_added_again() -> None:
