@@ -21,8 +21,8 @@ from paceline.llm import LLM
 from paceline.request import Grammar, SamplingParams
 
 _SIZES = (1, 4, 20, 60, 200, 512)  # requests of a batch with random features
-_CYCLE = 8  # batches, of which one has long prompts and one long contexts
-_LONG_PROMPTS, _LONG_CONTEXTS = 1, 5  # their places in the cycle
+_CYCLE = 8  # batches, of which one has long prompts, one long contexts and one the most requests
+_LONG_PROMPTS, _LARGEST, _LONG_CONTEXTS = 1, 3, 5  # their places in the cycle
 _JSON = Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 64})
 
 Change = Callable[[OfflineWorkload], OfflineWorkload]
@@ -82,7 +82,7 @@ def _batch(runner: BenchRunner, llm: LLM, rng: random.Random, place: int) -> Off
         return _join(_random(runner, llm, rng, 20), _long(runner, llm, rng, 24, 16_000, 16))
     if place == _LONG_CONTEXTS:
         return _long(runner, llm, rng, 16, 24_000, 128)
-    return _random(runner, llm, rng, rng.choice(_SIZES))
+    return _random(runner, llm, rng, max(_SIZES) if place == _LARGEST else rng.choice(_SIZES))
 
 
 def _random(runner: BenchRunner, llm: LLM, rng: random.Random, count: int) -> OfflineWorkload:

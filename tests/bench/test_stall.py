@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from paceline.bench import stall
 from paceline.bench.stall import ATTACKS, Attack, bench
 from paceline.config import ConfigError, ServerConfig
+from paceline.config_file import read_file
 from tests.server.virtual import TOKENIZER
 
 CONTEXT = 32_768  # of the virtual GPU
@@ -27,6 +32,23 @@ def body(one: Attack, number: int = 0) -> dict[str, Any]:
 def test_every_row_has_its_own_name() -> None:
     names = [one.name for one in ATTACKS]
     assert len(set(names)) == len(names)
+
+
+def test_rows_with_limits_give_them_to_the_hostile_tenant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = {one.limits for one in ATTACKS} - {""}
+    assert found == {"max_requests = 1", "tokens_per_minute = 100000"}
+
+    @contextmanager
+    def started(options: str) -> Iterator[str]:
+        tenants = {one.name: one for one in read_file(Path(shlex.split(options)[-1])).tenants}
+        assert tenants["hostile"].max_requests == 1 and tenants["other"].max_requests is None
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(stall, "started", started)
+    monkeypatch.setattr(stall, "_Target", lambda *_: None)
+    monkeypatch.setattr(stall, "_run", lambda _, attacks: [{"attack": one.name} for one in attacks])
+    rows = bench(url=None, start=None, streams=1, key=None, only="max_requests")
+    assert [row["attack"] for row in rows] == ["64 times 126 KB of text, max_requests = 1"]
 
 
 @pytest.mark.parametrize("name", ["64 times 126 KB of text", "64 times 126 KB of text, closed at once"])
@@ -76,11 +98,15 @@ def test_a_row_compares_an_attack_of_one_tenant_with_the_time_before(
     assert row["status"] == "400", "the virtual GPU computes no logits"
     names = ["median_gap", "p99_gap", "longest_gap", "median_wait", "longest_wait", "longest_health"]
     assert list(row["before_ms"]) == list(row["during_ms"]) == names
+    more = [row["during_ms"][name] - row["before_ms"][name] for name in ("longest_gap", "longest_wait")]
+    assert row["passes"] == (max(more) <= 50)
     assert all(value >= 0 for value in (*row["before_ms"].values(), *row["during_ms"].values()))
     out = capsys.readouterr().out
     (line,) = (line for line in out.splitlines() if line.startswith("| 20 logprobs"))
     before, during = row["before_ms"]["longest_wait"], row["during_ms"]["longest_wait"]
     assert f"| {before:.0f} -> {during:.0f} ({during - before:+.0f}) |" in line
+    assert line.endswith("| passes |" if row["passes"] else "| FAILS |")
+    assert f"{int(row['passes'])} of 1 rows pass." in out
     assert json.loads(out.splitlines()[-1])["rows"] == [row]
 
 
