@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.kernel_timing import BF16, compile_all, randn
-from benchmarks.small_numbers import L2_BYTES, LINEARS, in_turn, relative_error
+from benchmarks.kernel_timing import BF16, L2_BYTES, LINEARS, compile_all, in_turn, randn, relative_error
 from paceline.engine.cuda.groupwise import MAX_GROUPWISE_ROWS, groupwise_tuning
 from paceline.kernels.groupwise_linear import GroupwiseMatrix, expand_groupwise, groupwise_linear, span_of
 from paceline.kernels.linear import LinearTuning, LinearWorkspace

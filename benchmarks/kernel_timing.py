@@ -31,6 +31,14 @@ from paceline.kernels.variants import KernelVariant
 Job = TypeVar("Job")
 # Qwen3-0.6B
 HIDDEN, LAYERS, Q_HEADS, KV_HEADS, HEAD, FFN, VOCAB, EPS = 1024, 28, 16, 8, 128, 3072, 151_936, 1e-6
+# name, N, K, gated: the linear layers of Qwen3-14B
+LINEARS = [
+    ("14B qkv", 7168, 5120, False),
+    ("14B out", 5120, 5120, False),
+    ("14B gate_up", 34816, 5120, True),
+    ("14B down", 5120, 17408, False),
+]
+L2_BYTES = 200 << 20  # more than the L2 cache holds
 PAGE = 16
 BF16 = torch.bfloat16
 RESULTS: dict[str, object] = {}
@@ -68,6 +76,21 @@ def mean_of(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 def timed(work: Callable[[], object]) -> float:
     return time_graph(graph_of(work))
+
+
+def in_turn(works: list[Callable[[], object]]) -> float:
+    """Seconds of each, if their weights are not in the L2 cache."""
+
+    def work() -> None:
+        for one in works:
+            one()
+
+    return timed(work) / len(works)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    assert torch.isfinite(found).all(), "an output is not finite"
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:

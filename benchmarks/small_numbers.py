@@ -19,19 +19,24 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.int4_weights import bench_int4
 from benchmarks.kernel_attention import attention_of
 from benchmarks.kernel_timing import (
     BF16,
     EPS,
     HEAD,
     KV_HEADS,
+    L2_BYTES,
+    LINEARS,
     PAGE,
     Q_HEADS,
     Rows,
     Scene,
     compile_all,
+    in_turn,
     ints,
     randn,
+    relative_error,
     scene,
     timed,
 )
@@ -72,11 +77,6 @@ TUNINGS = [
     DecodeTuning(block_m=2, block_n=n, num_warps=w, num_stages=s, max_registers=r)
     for n, w, s, r in [(16, 1, 4, 255), (16, 2, 4, 168), (32, 2, 4, 168), (32, 4, 3, 128), (64, 4, 3, 168)]
 ]
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    assert torch.isfinite(found).all(), "an output is not finite"
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 def in_fp8(caches: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -220,17 +220,9 @@ def bench_prefill() -> None:
 
 # ---- weights --------------------------------------------------------------------------------------------------------
 
-# name, N, K, gated: the linear layers of Qwen3-14B
-LINEARS = [
-    ("14B qkv", 7168, 5120, False),
-    ("14B out", 5120, 5120, False),
-    ("14B gate_up", 34816, 5120, True),
-    ("14B down", 5120, 17408, False),
-]
 ROWS = (1, 16, 32, 64, 128, 256, 2048)
 MAX_CHECKED_ROWS = 256
 LIBRARY_ROWS = (24, 32, 48, 64, 80, 96, 112, 128, 160, 176, 192, 208, 224, 256, 384, 512, 1024, 2048, 4096, 8192)
-L2_BYTES = 200 << 20  # more than the L2 cache holds
 MAX_OWN_ROWS = 16
 OWN = [LinearTuning(*shape) for shape in [(16, 32, 128, 4, 5), (16, 64, 128, 4, 4), (16, 64, 128, 4, 4, 4)]]
 
@@ -284,16 +276,6 @@ def check_weights() -> None:
     error = relative_error(out, (rounded.double() * scales.double()[:, None]) @ weight.dequantise(torch.float64).T)
     print(f"  scaled_mm: error {error:.5f}")
     assert error < 1e-2
-
-
-def in_turn(works: list[Callable[[], object]]) -> float:
-    """Seconds of each, if their weights are not in the L2 cache."""
-
-    def work() -> None:
-        for one in works:
-            one()
-
-    return timed(work) / len(works)
 
 
 def tunings_of(rows: int, gated: bool) -> list[LinearTuning]:
@@ -377,12 +359,6 @@ def bench_rows() -> None:
                     error = max(error, relative_error(out, exact if single else exact * scales[:, None] * last.factors))
             line += f"{seconds * 1e6:9.1f} ({error:.5f})"
         print(line, flush=True)
-
-
-def bench_int4() -> None:
-    from benchmarks import int4_weights  # uses functions of this module
-
-    int4_weights.bench_int4()
 
 
 PARTS: dict[str, Callable[[], None]] = {
