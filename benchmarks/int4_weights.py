@@ -14,7 +14,7 @@ from benchmarks.kernel_timing import BF16, L2_BYTES, LINEARS, compile_all, in_tu
 from paceline.engine.cuda.groupwise import MAX_GROUPWISE_ROWS, groupwise_tuning
 from paceline.kernels.groupwise_linear import GroupwiseMatrix, expand_groupwise, groupwise_linear, span_of
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-from paceline.kernels.quantised_linear import quantised_linear_reference
+from paceline.kernels.quantized_linear import quantized_linear_reference
 
 LAYERS = LINEARS
 NUM_LAYERS = 40
@@ -114,7 +114,7 @@ def check() -> None:
                 _compare(f"{name}, {format}, {rows} rows", weight, rows, gated)
             wide = torch.full((columns, width), torch.nan, device="cuda", dtype=BF16)
             expand_groupwise(weight, wide)
-            assert torch.equal(wide, weight.dequantise().to(BF16)), f"{name}, {format}: expanded weights differ"
+            assert torch.equal(wide, weight.dequantize().to(BF16)), f"{name}, {format}: expanded weights differ"
             del weight, wide
     for group in (32, 64):
         weight = matrix_of(7168, 5120, (group, 4, False))
@@ -128,7 +128,7 @@ def _compare(what: str, weight: GroupwiseMatrix, rows: int, gated: bool) -> None
     first = out.clone()
     out.fill_(torch.nan)
     work()
-    error = relative_error(out, quantised_linear_reference(x, weight, gated=gated))
+    error = relative_error(out, quantized_linear_reference(x, weight, gated=gated))
     print(f"  {what}: error {error:.5f}", flush=True)
     assert error < 1e-2, f"{what} is off by {error}"
     assert torch.equal(first, out), f"{what} differs between two runs"

@@ -45,7 +45,7 @@ from paceline.kernels.expert_tuning import (
     fp8_expert_tuning,
     mxfp4_expert_tuning,
 )
-from paceline.kernels.expert_weights import ExpertMatrices, quantise_fp8_experts, quantise_mxfp4
+from paceline.kernels.expert_weights import ExpertMatrices, quantize_fp8_experts, quantize_mxfp4
 from paceline.kernels.experts import (
     ExpertWorkspace,
     add_down,
@@ -83,10 +83,10 @@ LAYERS, DEVICE, DTYPE, PDL = 4, "cuda", "bfloat16", True
 ROWS = (1, 8, 16, 64, 256, 2048, 8192)
 FORMATS: dict[str, Callable[[Tensor], ExpertMatrices]] = {
     "bf16": lambda weight: weight,
-    "fp8": quantise_fp8_experts,
+    "fp8": quantize_fp8_experts,
     # Of gate and up, each has whole blocks.
-    "fp8-blocks": lambda weight: quantise_fp8_experts(weight, (math.gcd(128, weight.shape[1] // 2), 128)),
-    "mxfp4": quantise_mxfp4,
+    "fp8-blocks": lambda weight: quantize_fp8_experts(weight, (math.gcd(128, weight.shape[1] // 2), 128)),
+    "mxfp4": quantize_mxfp4,
 }
 
 
@@ -95,7 +95,7 @@ class Layer(NamedTuple):
     gate_up: ExpertMatrices
     down: ExpertMatrices
     x: Tensor
-    inputs: Tensor | None  # float16, of quantised experts
+    inputs: Tensor | None  # float16, of quantized experts
     norm: Tensor
     routed: RoutedRows
     load: Tensor
@@ -156,7 +156,7 @@ def do_route(layer: Layer, tuning: ExpertTuning, pdl: bool = True) -> None:
 
 
 def do_gate_up(layer: Layer, tuning: ExpertTuning, workspace: ExpertWorkspace, pdl: bool = True) -> None:
-    """With the norm of the inputs of quantised experts, which is a launch of its own."""
+    """With the norm of the inputs of quantized experts, which is a launch of its own."""
     pdl = pdl and PDL
     if layer.inputs is None:
         add_gate_up(layer.x, layer.gate_up, layer.routed, workspace, tuning, normed=True, pdl=pdl)

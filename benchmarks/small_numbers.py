@@ -41,7 +41,7 @@ from benchmarks.kernel_timing import (
     timed,
 )
 from benchmarks.parts import run_parts
-from paceline.engine.cuda.quantised import scaled_mm
+from paceline.engine.cuda.quantized import scaled_mm
 from paceline.engine.cuda.tiles import extend_tiles, extend_units
 from paceline.kernels.decode_attention import (
     DecodeTuning,
@@ -57,12 +57,12 @@ from paceline.kernels.extend_attention import (
 )
 from paceline.kernels.fp8 import FP8, to_fp8_reference
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-from paceline.kernels.quantise_rows import quantise_rows, quantise_rows_reference
-from paceline.kernels.quantised_linear import (
-    QuantisedMatrix,
-    quantise_fp8,
-    quantised_linear,
-    quantised_linear_reference,
+from paceline.kernels.quantize_rows import quantize_rows, quantize_rows_reference
+from paceline.kernels.quantized_linear import (
+    QuantizedMatrix,
+    quantize_fp8,
+    quantized_linear,
+    quantized_linear_reference,
 )
 from paceline.kernels.rope_kv import rope_table
 
@@ -227,12 +227,12 @@ MAX_OWN_ROWS = 16
 OWN = [LinearTuning(*shape) for shape in [(16, 32, 128, 4, 5), (16, 64, 128, 4, 4), (16, 64, 128, 4, 4, 4)]]
 
 
-def matrix_of(rows: int, columns: int) -> QuantisedMatrix:
-    return quantise_fp8(randn(rows, columns, scale=columns**-0.5))
+def matrix_of(rows: int, columns: int) -> QuantizedMatrix:
+    return quantize_fp8(randn(rows, columns, scale=columns**-0.5))
 
 
 def small_linear(
-    weight: QuantisedMatrix, rows: int, gated: bool, tuning: LinearTuning
+    weight: QuantizedMatrix, rows: int, gated: bool, tuning: LinearTuning
 ) -> tuple[Callable[[], None], torch.Tensor, torch.Tensor]:
     """A GEMM of our own, its inputs and its output."""
     columns = weight.shape[0] // (2 if gated else 1)
@@ -242,7 +242,7 @@ def small_linear(
         torch.empty(tuning.split_k * rows * columns, device="cuda"),
         torch.zeros(-(-rows // 16) * -(-columns // 16), dtype=torch.int32, device="cuda"),
     )
-    return lambda: quantised_linear(x, weight, out, tuning, gated=gated, workspace=workspace), x, out
+    return lambda: quantized_linear(x, weight, out, tuning, gated=gated, workspace=workspace), x, out
 
 
 def compile_small(job: tuple[LinearTuning, bool, int]) -> str:
@@ -260,20 +260,20 @@ def check_weights() -> None:
         weight = matrix_of(1536, 5120)
         work, x, out = small_linear(weight, rows, gated, tuning)
         work()
-        error = relative_error(out, quantised_linear_reference(x, weight, gated=gated))
+        error = relative_error(out, quantized_linear_reference(x, weight, gated=gated))
         print(f"  {rows} rows, gated {gated}: error {error:.5f}")
         assert error < 1e-2
     weight = matrix_of(5120, 17408)
     columns, width = weight.shape
     x = randn(256, 2 * width)
     rounded, scales = torch.empty(256, width, dtype=FP8, device="cuda"), torch.empty(256, device="cuda")
-    quantise_rows(x, rounded, scales, gated=True)
-    wanted, wanted_scales = quantise_rows_reference(x, gated=True)
+    quantize_rows(x, rounded, scales, gated=True)
+    wanted, wanted_scales = quantize_rows_reference(x, gated=True)
     print(f"  rows in FP8: error {relative_error(rounded.float(), wanted.float()):.5f}")
     assert relative_error(scales, wanted_scales) < 1e-2
     out = torch.full((256, columns), torch.nan, device="cuda", dtype=BF16)
     scaled_mm(rounded, weight.values, out, scales[:, None], weight.factors[None, :])
-    error = relative_error(out, (rounded.double() * scales.double()[:, None]) @ weight.dequantise(torch.float64).T)
+    error = relative_error(out, (rounded.double() * scales.double()[:, None]) @ weight.dequantize(torch.float64).T)
     print(f"  scaled_mm: error {error:.5f}")
     assert error < 1e-2
 
@@ -301,7 +301,7 @@ def bench_weights() -> None:
             seconds = in_turn([lambda w=w: torch.mm(x, w.T, out=out) for w in wide])  # type: ignore[misc]  # noqa: B023
             line = f"{name:12} {rows:5}  {seconds * 1e6:7.1f} ({columns * width * 2 / seconds / 1e12:.2f})"
             rounded, scales = torch.empty(rows, width, dtype=FP8, device="cuda"), torch.empty(rows, device="cuda")
-            seconds = in_turn([partial(quantise_rows, x, rounded, scales)] * 4)
+            seconds = in_turn([partial(quantize_rows, x, rounded, scales)] * 4)
             line += f" | {seconds * 1e6:.1f}"
             found = []
             for tuning in tunings_of(rows, gated):
@@ -337,7 +337,7 @@ def bench_rows() -> None:
             seconds, error = 0.0, 0.0
             for name, columns, width, _ in LINEARS:
                 x, scales = torch.empty(rows, width, dtype=FP8, device="cuda"), torch.ones(rows, device="cuda")
-                quantise_rows(randn(rows, width), x, scales)
+                quantize_rows(randn(rows, width), x, scales)
                 out = torch.empty(rows, columns, device="cuda", dtype=BF16)
                 works = [
                     partial(

@@ -409,12 +409,12 @@ VIRTUAL_TOKENS = ("prompt", "clock")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPE_NAMES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATION: Mapping[str, str] = {
-    "auto": "weights of a quantised GGUF file and of a 4-bit checkpoint, on a GPU also of an FP8 or MXFP4 checkpoint, "
+    "auto": "weights of a quantized GGUF file and of a 4-bit checkpoint, on a GPU also of an FP8 or MXFP4 checkpoint, "
     "stay as they are stored, except those of small GGUF files on a GPU; `paceline models --plan` says what becomes of "
     "a model",
     "none": "weights are expanded to dtype",
     **{one.name: one.help for one in WEIGHT_FORMATS.values()},
-    GGUF: "weights of a quantised GGUF file stay as they are stored",
+    GGUF: "weights of a quantized GGUF file stay as they are stored",
 }
 KV_DTYPES: Mapping[str, str] = {
     "auto": "that of dtype",
@@ -495,7 +495,7 @@ class EngineConfig:
     kv_dtype: str = option(
         "auto",
         "data type of the KV cache (vLLM, SGLang: kv_cache_dtype, where fp8 is fp8_e4m3); auto: dtype, or bfloat16 "
-        "with quantised weights on a CPU",
+        "with quantized weights on a CPU",
         choices=KV_DTYPES,
     )
     threads: int | None = option(None, "number of CPU threads for compute; default: one per core", low=1, high=1024)

@@ -28,7 +28,7 @@ from paceline.testing import Harness
 
 EOS = 0
 needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="kernels for quantised weights need a C compiler"
+    not any(map(shutil.which, ("gcc", "cc", "clang"))), reason="kernels for quantized weights need a C compiler"
 )
 
 

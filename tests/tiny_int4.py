@@ -62,7 +62,7 @@ def stored(values: Tensor, scales: Tensor, zeros: Tensor, config: dict[str, Any]
 
 
 def save_int4(path: Path, config: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, Tensor]:
-    """A folder with linear layers in 4 bits; returns their dequantised weights. options: of the model's config."""
+    """A folder with linear layers in 4 bits; returns their dequantized weights. options: of the model's config."""
     save_tiny_model(path, vocab_size=512, options=options)
     described = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))

@@ -116,7 +116,7 @@ def run_metrics(
     saved_expert_bytes: int = 0,
 ) -> RunMetrics:
     """`saved_tokens`: KV positions that decode rows attend to and that were read once for several rows.
-    `kv_dtype_bytes`: if it is not `dtype_bytes`. `saved_weight_bytes`: how much smaller quantised weights are;
+    `kv_dtype_bytes`: if it is not `dtype_bytes`. `saved_weight_bytes`: how much smaller quantized weights are;
     `saved_expert_bytes`: those of experts, of which a pass reads some."""
     passes = timeline.passes
     decodes = [one for one in passes if not one.num_prompts]

@@ -193,7 +193,7 @@ def check_cpu_kernels() -> Iterator[Finding]:
     try:
         library = native_library()
     except NativeError as error:  # contains the remedy
-        text = f"quantised weights are expanded to float32, which is slower: {error}"
+        text = f"quantized weights are expanded to float32, which is slower: {error}"
         yield Finding("cpu kernels", Status.WARNING, text)
     else:
         isa = f"{library.isa}, amx for prompts" if library.has_tiles else library.isa

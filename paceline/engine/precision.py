@@ -43,7 +43,7 @@ class KernelFormat:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    dtype: str  # of activations, and of weights that are not quantised
+    dtype: str  # of activations, and of weights that are not quantized
     kv_dtype: str = "auto"  # of the KV cache; auto: dtype
     quantization: str = "none"  # of weights: none, a weight format with kernels for GPUs, or `GGUF`
     lora: tuple[int, int] = (0, 0)  # LoRA adapters that are resident, and their highest rank

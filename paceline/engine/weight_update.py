@@ -44,7 +44,7 @@ def update_weights(
         raise InvalidRequest(f"path is {short(path)}: give a folder or a .gguf file.")
     if engine.spec is None or not engine.executor.capabilities.weights:
         raise InvalidRequest(
-            "this engine cannot replace weights: weight updates need a model with unquantised weights (executor torch, "
+            "this engine cannot replace weights: weight updates need a model with unquantized weights (executor torch, "
             "quantization none)."
         )
     if not engine.weights.updating.acquire(blocking=False):

@@ -12,7 +12,7 @@ are 2^-14 times the number: three or four instructions for two numbers.
     its scales        a word of four bytes s, of 2^(s - 127)
 
 Numbers become float16 in registers, without rounding, and sums of columns with one scale are scaled in float32. So the
-result is that of the dequantised weights, up to the order of the sums. Inputs are float16: RMSNorm writes them so.
+result is that of the dequantized weights, up to the order of the sums. Inputs are float16: RMSNorm writes them so.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -52,7 +52,7 @@ class Fp8Experts:
     def num_bytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The reference implementation of what the kernels compute with."""
         scales = self.scales.transpose(1, 2).repeat_interleave(self.rows, 1).repeat_interleave(self.columns, 2)
         return (self.values.float() * scales[:, :, : self.values.shape[2]]).to(dtype)
@@ -75,7 +75,7 @@ class Mxfp4Experts:
     def num_bytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The reference implementation of what the kernels compute with."""
         experts, rows, _ = self.values.shape
         shifts = torch.tensor([0, 4, 8, 12], device=self.values.device)
@@ -112,7 +112,7 @@ _NUMBERS = (
 )  # by their four bits
 
 
-def quantise_fp8_experts(weight: torch.Tensor, block: tuple[int, int] | None = None) -> Fp8Experts:
+def quantize_fp8_experts(weight: torch.Tensor, block: tuple[int, int] | None = None) -> Fp8Experts:
     """Rounds matrices [E, N, K] to FP8, with a scale per row, or per block of so many rows and columns."""
     experts, num_rows, num_columns = weight.shape
     rows, columns = (1, num_columns) if block is None else block
@@ -146,7 +146,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> Mxfp4Experts:
     return Mxfp4Experts(values, words.transpose(1, 2).contiguous(), groups * GROUP)
 
 
-def quantise_mxfp4(weight: torch.Tensor) -> Mxfp4Experts:
+def quantize_mxfp4(weight: torch.Tensor) -> Mxfp4Experts:
     """Rounds matrices [E, N, K] to MXFP4. The largest number of a group gets the highest exponent."""
     experts, rows, columns = weight.shape
     blocks = torch.empty(experts, rows, columns // GROUP, GROUP // 2, dtype=torch.uint8, device=weight.device)
@@ -167,7 +167,7 @@ def values_of(weight: ExpertMatrices) -> torch.Tensor:
 
 
 def scales_of(weight: ExpertMatrices) -> torch.Tensor:
-    """Those of quantised matrices; others have none, and the kernel gets a tensor that it does not read."""
+    """Those of quantized matrices; others have none, and the kernel gets a tensor that it does not read."""
     return weight if isinstance(weight, torch.Tensor) else weight.scales
 
 

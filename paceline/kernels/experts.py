@@ -67,7 +67,7 @@ def experts_reference(
     clamped: ClampedSwiglu | None = None,
 ) -> torch.Tensor:
     """In float64. ids, weights [T, k]: of `route_reference`. With eps, RMSNorm is applied to x first."""
-    gate_up, down = (one if isinstance(one, torch.Tensor) else one.dequantise() for one in (gate_up, down))
+    gate_up, down = (one if isinstance(one, torch.Tensor) else one.dequantize() for one in (gate_up, down))
     wide = x.double()
     if eps is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -30,7 +30,7 @@ import torch
 
 from paceline.kernels._triton import INTERPRETED, cdiv, launched, pdl_launch_dependents, pdl_wait, tl, triton
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-from paceline.kernels.quantised_linear import store_sums
+from paceline.kernels.quantized_linear import store_sums
 
 GROUPS = (32, 64, 128)  # columns that share a scale
 OFFSET_GROUP = 32  # of weights with offsets
@@ -70,10 +70,10 @@ class GroupwiseMatrix:
         wide = torch.empty(self.shape, dtype=dtype, device=self.values.device)
         for first in range(0, len(wide), _PART_ROWS):
             rows = slice(first, first + _PART_ROWS)
-            wide[rows] = replace(self, values=self.values[:, rows], scales=self.scales[:, rows]).dequantise().to(dtype)
+            wide[rows] = replace(self, values=self.values[:, rows], scales=self.scales[:, rows]).dequantize().to(dtype)
         return replace(self, expanded=wide)
 
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The reference implementation of what the kernels compute with."""
         rows, fields = self.values.shape[1], 16 // self.bits
         shifts = self.bits * torch.arange(fields, dtype=torch.int32, device=self.values.device)
@@ -127,7 +127,7 @@ def _pack(
     return GroupwiseMatrix(packed.transpose(0, 1).contiguous(), words.T.contiguous(), group, columns, bits, has_offsets)
 
 
-def quantise_int4(weight: torch.Tensor, group: int = 128, *, symmetric: bool = False) -> GroupwiseMatrix:
+def quantize_int4(weight: torch.Tensor, group: int = 128, *, symmetric: bool = False) -> GroupwiseMatrix:
     """Rounds a weight [N, K] to 4 bits: between the smallest and the largest of a group; symmetric: between -8 and 7
     times a scale."""
     rows, columns = weight.shape
@@ -154,7 +154,7 @@ def quantise_int4(weight: torch.Tensor, group: int = 128, *, symmetric: bool = F
 
 
 def expand_groupwise_reference(weight: GroupwiseMatrix, out: torch.Tensor) -> None:
-    out.copy_(weight.dequantise())
+    out.copy_(weight.dequantize())
 
 
 @triton.jit
@@ -442,7 +442,7 @@ def groupwise_linear(
     workspace: LinearWorkspace | None = None,
     pdl: bool = False,
 ) -> None:
-    """As `quantised_linear`, with weights in groups. block_k of the tuning is not used: a step is a chunk."""
+    """As `quantized_linear`, with weights in groups. block_k of the tuning is not used: a step is a chunk."""
     rows, width = x.shape
     columns = out.shape[1]
     t = tuning
@@ -524,7 +524,7 @@ def _expand_groupwise_kernel(
 
 
 def expand_groupwise(weight: GroupwiseMatrix, out: torch.Tensor, block_n: int = 64) -> None:
-    """out [N, K] = the dequantised weight. out is contiguous."""
+    """out [N, K] = the dequantized weight. out is contiguous."""
     chunks, rows, span = weight.values.shape
     _expand_groupwise_kernel[(chunks, cdiv(rows, block_n))](
         weight.values,

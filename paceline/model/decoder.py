@@ -195,7 +195,7 @@ class Decoder:
         self.whole_spec, self.group, self.stages = spec, group, stages
         self.shard = shard_of(group or stages)
         self.spec = spec = self.shard.spec(spec)
-        some = next(iter(weights.values()))  # not a matrix of a layer, which may be quantised
+        some = next(iter(weights.values()))  # not a matrix of a layer, which may be quantized
         self.device, self.dtype = some.device, some.dtype
         self.kv_dtype = self.dtype
         self.precision = str(self.dtype).removeprefix("torch.")
@@ -327,7 +327,7 @@ def _experts(ffn: Experts, own: dict[str, Tensor]) -> MixtureOfExperts:
 
     def matrices(name: str) -> Tensor:
         found = own.pop(name)
-        # Quantised ones have this shape.
+        # Quantized ones have this shape.
         return found.view(ffn.count, -1, found.shape[1]) if isinstance(found, Tensor) else found
 
     shared = None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paceline.model.quantised import PackedTensor
+    from paceline.model.quantized import PackedTensor
 
 _MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _FUSED = re.compile(r"(?P<block>.*\.mlp\.experts\.)(?P<name>gate_up|gate|up|down)_proj(?P<kind>[._](weight|bias))?")

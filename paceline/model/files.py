@@ -146,8 +146,8 @@ def _folder_tensors(folder: Path, found: CheckpointFormat | None, *, has_data: b
 _DTYPES = {FP8: ("F8_E4M3",), INT4: ("I32", "I64"), MXFP4: ("U8",)}  # of values
 
 
-def _file_tensors(path: Path, quantised: Sequence[str] = ()) -> dict[str, StoredTensor]:
-    """quantised: the dtypes of quantised weights."""
+def _file_tensors(path: Path, quantized: Sequence[str] = ()) -> dict[str, StoredTensor]:
+    """quantized: the dtypes of quantized weights."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -157,10 +157,10 @@ def _file_tensors(path: Path, quantised: Sequence[str] = ()) -> dict[str, Stored
         raise ModelError(f"{path} cannot be read ({error}): it is damaged or truncated, fetch it again.") from None
 
     for name, view in views.items():
-        is_known = view.get_dtype() in _ITEM_BYTES or view.get_dtype() in quantised
+        is_known = view.get_dtype() in _ITEM_BYTES or view.get_dtype() in quantized
         if not is_known and not _IGNORED.search(name):
-            # Quantised values, of which the config says nothing.
-            raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantised model, or a GGUF file.")
+            # Quantized values, of which the config says nothing.
+            raise ModelError(f"{path} stores {name} as {view.get_dtype()}: use the unquantized model, or a GGUF file.")
 
     def stored(name: str) -> StoredTensor:
         shape = tuple(views[name].get_shape())

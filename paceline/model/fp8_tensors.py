@@ -1,6 +1,6 @@
 """The weights of FP8 safetensors: X.weight, and X.weight_scale or X.weight_scale_inv, become one stored tensor.
 
-It can be read dequantised, on any device, or as it is stored: with a scale per row, or, of experts, with a scale per
+It can be read dequantized, on any device, or as it is stored: with a scale per row, or, of experts, with a scale per
 block. Scales of activations (X.input_scale) are not used: activations are rounded with scales of their own.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.layout import PackedForm, StoredTensor
-from paceline.model.quantised import Fp8Tensor
 from paceline.model.quantization_config import CheckpointFormat
+from paceline.model.quantized import Fp8Tensor
 from paceline.model.spec import ModelError
 from paceline.weight_formats import FP8
 
@@ -24,7 +24,7 @@ _SCALES = ("weight_scale", "weight_scale_inv")
 
 
 def fp8_tensors(stored: Mapping[str, StoredTensor], found: CheckpointFormat, source: str) -> dict[str, StoredTensor]:
-    """The tensors of the files, with those of quantised layers replaced by one each. Shapes are checked."""
+    """The tensors of the files, with those of quantized layers replaced by one each. Shapes are checked."""
     result = dict(stored)
     is_any = False
     for name in stored:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.model.gguf_file import GGUFFile, TensorInfo, experts, num_stored_bytes
-from paceline.model.gguf_tensors import dequantise, packed_form, read_quantised
+from paceline.model.gguf_tensors import dequantize, packed_form, read_quantized
 from paceline.model.layers import Activation, Attention, Dense, Experts, Ffn, RopeSpec, Routing
 from paceline.model.layout import StoredTensor
 from paceline.model.refused_options import refuse_metadata
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paceline.model.quantised import QuantisedTensor
+    from paceline.model.quantized import QuantizedTensor
 
 
 # Names in GGUF files and the Hugging Face names of the same parameters.
@@ -103,14 +103,14 @@ def gguf_tensors(file: GGUFFile) -> dict[str, StoredTensor]:
         def read(rows_and_columns: tuple[slice, ...]) -> Tensor:
             if len(info.shape) == 3:  # of all experts, which are read one by one
                 first, stop, _ = rows_and_columns[0].indices(info.shape[0])
-                return dequantise(file, experts(info, first, stop))[(slice(None), *rows_and_columns[1:])]
-            tensor = dequantise(file, info)
+                return dequantize(file, experts(info, first, stop))[(slice(None), *rows_and_columns[1:])]
+            tensor = dequantize(file, info)
             if part == "ffn_gate_inp_shexp":
                 tensor = tensor.reshape(1, -1)
             return (_unpermute(tensor, heads[part]) if permuted else tensor)[rows_and_columns]
 
-        def read_packed(rows_and_columns: tuple[slice, ...], device: str | torch.device) -> QuantisedTensor:
-            tensor = read_quantised(file, info)
+        def read_packed(rows_and_columns: tuple[slice, ...], device: str | torch.device) -> QuantizedTensor:
+            tensor = read_quantized(file, info)
             if permuted:
                 tensor = tensor.map_rows(lambda rows: _unpermute(rows, heads[part]))
             return tensor.part(rows_and_columns).to(device)
@@ -260,11 +260,11 @@ def _rope(file: GGUFFile, family: ModelFamily) -> RopeSpec:
     arch = file.architecture
     theta = float(file.metadata.get(f"{arch}.rope.freq_base", family.theta))
     if "rope_freqs.weight" in file.tensors:
-        divisors = dequantise(file, file.tensors["rope_freqs.weight"]).float().tolist()
+        divisors = dequantize(file, file.tensors["rope_freqs.weight"]).float().tolist()
         return RopeSpec(theta=theta, kind="divisors", divisors=tuple(divisors))
     if "rope_factors_long.weight" in file.tensors:
         short, long = (
-            dequantise(file, file.tensors[f"rope_factors_{name}.weight"]).float().tolist() for name in ("short", "long")
+            dequantize(file, file.tensors[f"rope_factors_{name}.weight"]).float().tolist() for name in ("short", "long")
         )
         context = _int(file, "context_length")
         original = _int(file, "rope.scaling.original_context_length", context)

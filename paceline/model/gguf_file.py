@@ -241,7 +241,7 @@ def num_stored_bytes(info: TensorInfo) -> int:
         block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(info.type_id)]
     except (ValueError, KeyError):
         raise ModelError(
-            f"{info.name} has the unknown quantisation type {info.type_id}: use a file of a common type such as Q8_0."
+            f"{info.name} has the unknown quantization type {info.type_id}: use a file of a common type such as Q8_0."
         ) from None
     if info.shape and info.shape[-1] % block:
         raise ModelError(

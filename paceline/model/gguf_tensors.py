@@ -1,4 +1,4 @@
-"""The values of the tensors in a GGUF file: dequantised by the `gguf` package, or kept in 4 or 8 bits.
+"""The values of the tensors in a GGUF file: dequantized by the `gguf` package, or kept in 4 or 8 bits.
 
 These types are weights with a scale and an offset for every 32 columns, and are kept:
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from paceline.model.layout import PackedForm
-    from paceline.model.quantised import PackedTensor, QuantisedTensor
+    from paceline.model.quantized import PackedTensor, QuantizedTensor
 
 Bytes = npt.NDArray[np.uint8]
 GROUP = 32  # columns with one scale
 
 
-def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
+def dequantize(file: GGUFFile, info: TensorInfo) -> Tensor:
     """One tensor in float32, or in its stored 16-bit type."""
     import torch
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -55,21 +55,21 @@ def dequantise(file: GGUFFile, info: TensorInfo) -> Tensor:
         ) from None
 
 
-def read_quantised(file: GGUFFile, info: TensorInfo) -> QuantisedTensor:
+def read_quantized(file: GGUFFile, info: TensorInfo) -> QuantizedTensor:
     """One matrix, in the bits it is stored in where that is possible."""
     import torch
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    from paceline.model.quantised import QuantisedTensor, quantise, to_half_precision
+    from paceline.model.quantized import QuantizedTensor, quantize, to_half_precision
 
     kind = GGMLQuantizationType(info.type_id)
     unpack = _UNPACKERS.get(kind.name)
     if unpack is None:
-        return quantise(dequantise(file, info), 8)
+        return quantize(dequantize(file, info), 8)
     raw = _stored_bytes(file, info)
     bits, values, scales, offsets = unpack(raw.reshape(-1, GGML_QUANT_SIZES[kind][1]))
     rows = info.shape[0]
-    return QuantisedTensor(
+    return QuantizedTensor(
         bits,
         torch.from_numpy(values.astype(np.int8, copy=False).reshape(rows, -1)),
         to_half_precision(torch.from_numpy(np.ascontiguousarray(scales, np.float32).reshape(rows, -1))),
@@ -82,7 +82,7 @@ def _stored_bytes(file: GGUFFile, info: TensorInfo) -> Bytes:
 
 
 def packed_form(info: TensorInfo, read: Callable[[tuple[slice, ...], str | torch.device], PackedTensor]) -> PackedForm:
-    """read: `read_quantised`, and what the family needs."""
+    """read: `read_quantized`, and what the family needs."""
     from gguf.constants import GGMLQuantizationType
 
     from paceline.model.layout import PackedForm

@@ -8,8 +8,8 @@
     c-t    X.weight_packed [N, K/8]  low bits first; zeros along N
            X.weight_scale [N, K/g], X.weight_zero_point [N/8, K/g], X.weight_shape [2]
 
-Integers have 32 bits, and eight weights. A weight is (value - zero) * scale. It can be read dequantised, on any device,
-as it is stored (`Int4Tensor`), or as a CPU keeps it (`QuantisedTensor`).
+Integers have 32 bits, and eight weights. A weight is (value - zero) * scale. It can be read dequantized, on any device,
+as it is stored (`Int4Tensor`), or as a CPU keeps it (`QuantizedTensor`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from paceline.model.layout import PackedForm, StoredTensor
-from paceline.model.quantised import Int4Tensor
 from paceline.model.quantization_config import CheckpointFormat
+from paceline.model.quantized import Int4Tensor
 from paceline.model.spec import ModelError
 from paceline.weight_formats import INT4
 
@@ -39,7 +39,7 @@ _SYMMETRIC_ZERO = 8
 def int4_tensors(
     stored: Mapping[str, StoredTensor], found: CheckpointFormat, source: str, *, has_data: bool = True
 ) -> dict[str, StoredTensor]:
-    """The tensors of the files, with those of quantised layers replaced by one each. Shapes are checked, and the order
+    """The tensors of the files, with those of quantized layers replaced by one each. Shapes are checked, and the order
     of columns if there is more than headers."""
     result, mark = dict(stored), _MARKS[found.method]
     layers = [name.removesuffix(f".{mark}") for name in stored if name.endswith(f".{mark}")]
@@ -71,7 +71,7 @@ def _combined(layer: str, parts: Mapping[str, StoredTensor], found: CheckpointFo
     if not rows or columns % group:
         raise ModelError(
             f"{layer} has {columns} columns, in groups of {group} by its quantization_config: only whole groups are "
-            "supported; use the unquantised model, or a GGUF file of it."
+            "supported; use the unquantized model, or a GGUF file of it."
         )
     by_group, words = (columns // group, rows), -(-rows // 8)
     expected = {"qzeros": (by_group[0], words), "scales": by_group, "g_idx": (columns,)}
@@ -88,7 +88,7 @@ def _combined(layer: str, parts: Mapping[str, StoredTensor], found: CheckpointFo
         return whole.part(part)
 
     def read(part: tuple[slice, ...]) -> Tensor:
-        whole = read_packed((), "cpu").dequantise()
+        whole = read_packed((), "cpu").dequantize()
         return whole[part] if part else whole
 
     num_bytes = sum(one.num_bytes for one in parts.values())
@@ -126,9 +126,9 @@ def _unpacked(packed: Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))
 
 
 def _check_order(layer: str, g_idx: Tensor | None, columns: int, group: int) -> None:
-    """Raises unless consecutive columns share a scale. With desc_act they do only if quantisation kept their order."""
+    """Raises unless consecutive columns share a scale. With desc_act they do only if quantization kept their order."""
     if g_idx is not None and not torch.equal(g_idx.cpu().long(), torch.arange(columns) // group):
         raise ModelError(
             f"{layer}.g_idx is not in order (desc_act): groups of columns that are not consecutive are not supported; "
-            "use a model with desc_act false, or the unquantised one."
+            "use a model with desc_act false, or the unquantized one."
         )

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paceline.model.quantised import PackedTensor
+    from paceline.model.quantized import PackedTensor
 
 _ALIGN = 64  # columns of the MLP and rows of the vocabulary that stay together, where the size allows: kernels like it
 

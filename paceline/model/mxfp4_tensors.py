@@ -3,7 +3,7 @@
     X_blocks [E, rows, columns / 32, 16] uint8      two numbers (e2m1) in a byte, the first in its low half
     X_scales [E, rows, columns / 32] uint8          s of 2^(s - 127), the factor of 32 numbers
 
-It can be read dequantised, on any device, or as it is stored. Every number is exact in bfloat16 and float32.
+It can be read dequantized, on any device, or as it is stored. Every number is exact in bfloat16 and float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.layout import PackedForm, StoredTensor
-from paceline.model.quantised import Mxfp4Tensor
+from paceline.model.quantized import Mxfp4Tensor
 from paceline.model.spec import ModelError
 from paceline.weight_formats import MXFP4
 
@@ -25,7 +25,7 @@ _BIAS = 127
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
-def dequantise_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """[..., 32 n] float32 of blocks [..., n, 16] and scales [..., n]."""
     values = torch.tensor(_VALUES)
     numbers = torch.stack((values[(blocks & 15).int()], values[(blocks >> 4).int()]), dim=-1).flatten(-2)
@@ -75,7 +75,7 @@ def _combined(name: str, blocks: StoredTensor, scales: StoredTensor) -> StoredTe
 
     def read(part: tuple[slice, ...]) -> Tensor:
         found, own_scales, inside = read_blocks(part)
-        return dequantise_mxfp4(found, own_scales)[..., inside]
+        return dequantize_mxfp4(found, own_scales)[..., inside]
 
     def read_packed(part: tuple[slice, ...], device: str | torch.device) -> Mxfp4Tensor:
         found, own_scales, inside = read_blocks(part)

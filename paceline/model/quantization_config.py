@@ -14,7 +14,7 @@ from typing import Any
 from paceline.model.spec import ModelError
 from paceline.weight_formats import FP8, INT4, MXFP4, WeightFormat
 
-_REMEDY = "use the unquantised model, or a GGUF file of it"
+_REMEDY = "use the unquantized model, or a GGUF file of it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class CheckpointFormat:
 
 
 def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
-    """The format that a config.json names; None: weights are not quantised."""
+    """The format that a config.json names; None: weights are not quantized."""
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
         return None
@@ -70,7 +70,7 @@ def _gptq(given: Mapping[str, Any]) -> CheckpointFormat:
 
 
 def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat | None:
-    """`targets` and `ignore` are not read: which layers are quantised is what their tensors say."""
+    """`targets` and `ignore` are not read: which layers are quantized is what their tensors say."""
     _require(given, "format", ("float-quantized", "pack-quantized", "dense"))
     if cache := given.get("kv_cache_scheme"):
         if not isinstance(cache, Mapping):
@@ -79,19 +79,19 @@ def _compressed_tensors(given: Mapping[str, Any]) -> CheckpointFormat | None:
             _require(cache, key, values, values[0], name="quantization_config.kv_cache_scheme")
     groups = list((given.get("config_groups") or {}).values())
     if given["format"] == "dense" and not any(group.get("weights") for group in groups):
-        return None  # only the KV cache is quantised
+        return None  # only the KV cache is quantized
     formats = {_group_format(given["format"], group) for group in groups}
     if len(formats) != 1:
         raise ModelError(
             f"quantization_config has {len(groups)} config_groups in {len(formats)} formats: only one format for all "
-            f"quantised layers is supported; {_REMEDY}."
+            f"quantized layers is supported; {_REMEDY}."
         )
     return formats.pop()
 
 
 def _group_format(kind: str, group: Mapping[str, Any]) -> CheckpointFormat:
     if kind == "dense":
-        raise ModelError(f"quantization_config has format 'dense' and quantised weights: {_REMEDY}.")
+        raise ModelError(f"quantization_config has format 'dense' and quantized weights: {_REMEDY}.")
     weights = group.get("weights") or {}
     if kind == "pack-quantized":
         _require(weights, "num_bits", (4,))

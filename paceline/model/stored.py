@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from paceline.model.quantised import PackedTensor
+    from paceline.model.quantized import PackedTensor
 
 _TEXT_PREFIXES = {
     "language_model.model.": "model.",

@@ -19,7 +19,7 @@ from torch import Tensor
 from paceline.model.decoder import Decoder
 from paceline.model.files import ModelFiles, open_files
 from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, is_matrix, stored_parts, target_shapes
-from paceline.model.quantised import PackedTensor, QuantisedTensor, concatenate, quantise
+from paceline.model.quantized import PackedTensor, QuantizedTensor, concatenate, quantize
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
 from paceline.model.stored_kv_scales import read_kv_scales
@@ -109,7 +109,7 @@ def fuse_weights(
     return weights
 
 
-class QuantisedWeights:
+class QuantizedWeights:
     """The weights of a model in 4 or 8 bits. Several threads may read matrices."""
 
     def __init__(self, files: ModelFiles, plan: WeightsPlan, *, progress: Progress | None = None) -> None:
@@ -121,17 +121,17 @@ class QuantisedWeights:
             self._parts.setdefault(part.target, []).append(name)
         self.vectors = fuse_weights(files, dtype="float32", device="cpu", progress=None, only_vectors=True, keep={})
 
-    def matrix(self, name: str) -> QuantisedTensor:
+    def matrix(self, name: str) -> QuantizedTensor:
         plan = self._plan[name]
         assert plan.packed is not None, f"{name} is not packed"
         bits, is_stored = plan.packed.bits, plan.origin is Origin.STORED
         return concatenate([self._read(self._stored[part], bits, is_stored) for part in self._parts[name]])
 
-    def _read(self, stored: StoredTensor, bits: int, is_stored: bool) -> QuantisedTensor:
+    def _read(self, stored: StoredTensor, bits: int, is_stored: bool) -> QuantizedTensor:
         if is_stored and stored.packed is not None:
             found = stored.packed.read((), "cpu").with_offsets()
         else:
-            found = quantise(stored.read(()), bits)
+            found = quantize(stored.read(()), bits)
         with self._lock:
             self._done += stored.num_bytes
             if self._progress:

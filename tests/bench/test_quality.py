@@ -17,7 +17,7 @@ from paceline.cli import app
 from paceline.model.decoder import Decoder
 from paceline.model.files import open_files
 from paceline.model.layout import is_matrix, target_shapes
-from paceline.model.weights import QuantisedWeights, load_decoder
+from paceline.model.weights import QuantizedWeights, load_decoder
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.helpers import needs_compiler
 from tests.model.contiguous_cache import ContiguousCache
@@ -60,8 +60,8 @@ def test_a_model_does_not_differ_from_itself(folder: Folder) -> None:
 
 def rounded(path: Path) -> Decoder:
     files = open_files(path)
-    weights = QuantisedWeights(files, plan_of(path, quantization="q4"))
-    matrices = {name: weights.matrix(name).dequantise() for name in target_shapes(files.spec) if is_matrix(name)}
+    weights = QuantizedWeights(files, plan_of(path, quantization="q4"))
+    matrices = {name: weights.matrix(name).dequantize() for name in target_shapes(files.spec) if is_matrix(name)}
     return Decoder(files.spec, weights.vectors | matrices)
 
 

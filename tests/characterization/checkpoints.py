@@ -97,8 +97,8 @@ def write_checkpoint(root: Path, family: str, format: str, *, seed: int = 3) -> 
         if format == "gguf":
             _write_gguf(path, model, ARCHITECTURES[FAMILIES[family][0]])
         else:
-            config, quantise = FORMATS[format]
-            _write_rounded(plain, path, config, quantise)
+            config, quantize = FORMATS[format]
+            _write_rounded(plain, path, config, quantize)
     return path
 
 
@@ -111,7 +111,7 @@ def _slug(family: str) -> str:
 Rounded = Callable[[str, Tensor], dict[str, Tensor]]  # the name and the matrix: what is stored instead
 
 
-def _write_rounded(plain: Path, path: Path, config: dict[str, Any], quantise: Rounded) -> None:
+def _write_rounded(plain: Path, path: Path, config: dict[str, Any], quantize: Rounded) -> None:
     path.mkdir()
     described = json.loads((plain / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
@@ -124,12 +124,12 @@ def _write_rounded(plain: Path, path: Path, config: dict[str, Any], quantise: Ro
             and any(part in name for part in ("proj.", ".w1.", ".w2.", ".w3."))
         )
         is_experts = weight.dim() == 3 and name.endswith("proj")
-        weights |= quantise(name, weight) if is_linear or is_experts else {name: weight}
+        weights |= quantize(name, weight) if is_linear or is_experts else {name: weight}
     save_file({name: weight.contiguous() for name, weight in weights.items()}, path / "model.safetensors")
 
 
 def _fp8(in_channels: bool = False, in_blocks: bool = False) -> Rounded:
-    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
         if weight.dim() == 3:
             return {name: weight}
         layer, scale = name.removesuffix(".weight"), weight.abs().max() / 448
@@ -141,11 +141,11 @@ def _fp8(in_channels: bool = False, in_blocks: bool = False) -> Rounded:
         values = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         return {name: values, f"{layer}.weight_scale" + ("_inv" if in_blocks else ""): scale}
 
-    return quantise
+    return quantize
 
 
 def _int4(config: dict[str, Any]) -> Rounded:
-    def quantise(name: str, weight: Tensor) -> dict[str, Tensor]:
+    def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
         if weight.dim() == 3 or weight.shape[1] % GROUP or weight.shape[0] % 8:
             return {name: weight}
         rows, columns = weight.shape
@@ -160,7 +160,7 @@ def _int4(config: dict[str, Any]) -> Rounded:
         tensors = stored(values.view(rows, columns).to(torch.uint8), scales, zeros, config)
         return {name.removesuffix("weight") + suffix: tensor for suffix, tensor in tensors.items()}
 
-    return quantise
+    return quantize
 
 
 def _mxfp4(name: str, weight: Tensor) -> dict[str, Tensor]:

@@ -182,7 +182,7 @@ def test_the_kernel_of_the_check_agrees_with_its_reference() -> None:
 
 
 @needs_compiler
-def test_the_kernels_of_quantised_weights_are_compiled_and_checked(
+def test_the_kernels_of_quantized_weights_are_compiled_and_checked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(software, "_import_torch", lambda: fake_torch(available=False))

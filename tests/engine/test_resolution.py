@@ -117,7 +117,7 @@ def test_what_is_expanded_says_why(
         (UnloadedModel(shape("tiny-gemma2")), GPU, {"quantization": "fp8"}, "'fp8' and norms are 'both'"),
         (UnloadedModel(LARGE), GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype is 'float16': set it to bf"),
         (UnloadedModel(LARGE), GPU, {"quantization": "fp8", "max_lora_rank": 8}, "LoRA adapters need 16 bits on a"),
-        (UnloadedModel(LARGE), GPU, {"quantization": "gguf"}, "'gguf', which needs a quantised GGUF file"),
+        (UnloadedModel(LARGE), GPU, {"quantization": "gguf"}, "'gguf', which needs a quantized GGUF file"),
         (stored_in(LARGE, Q4), GPU, {"quantization": "gguf", "tp": 64}, "tp 64 divides columns that have one"),
         (UnloadedModel(LARGE), replace(GPU, arch=80), {"quantization": "fp8"}, "needs a GPU of sm_89 or newer, and"),
         (UnloadedModel(LARGE), replace(GPU, arch=80), {"kv_dtype": "fp8_e4m3"}, "needs a GPU of sm_89 or newer"),

@@ -11,7 +11,7 @@ from paceline.kernels.groupwise_linear import (
     pack_with_offsets,
 )
 from paceline.kernels.linear import LinearWorkspace
-from paceline.kernels.quantised_linear import quantised_linear_reference
+from paceline.kernels.quantized_linear import quantized_linear_reference
 from tests.kernels.cases import poisoned, relative_error
 
 
@@ -35,12 +35,12 @@ def test_groupwise_linear_at_size(group: int, offset_bits: int, gated: bool, col
         weight = pack_groupwise(values.cuda(), scales.cuda(), zeros.cuda(), group)
     wide = poisoned(num_rows, columns, dtype=torch.float32, device="cuda")
     expand_groupwise(weight, wide)
-    assert torch.equal(wide, weight.dequantise())
+    assert torch.equal(wide, weight.dequantize())
     bias = torch.randn(num_rows, device="cuda").bfloat16()
     for rows in TUNED_ROWS:
         x, stream = torch.randn(rows, columns, device="cuda").half(), torch.randn(rows, width, device="cuda").bfloat16()
         residual = None if gated else stream
-        expected = quantised_linear_reference(x, weight, bias, gated, residual)
+        expected = quantized_linear_reference(x, weight, bias, gated, residual)
         workspace = LinearWorkspace(
             torch.empty(8 * rows * width, device="cuda"), torch.zeros(4096, dtype=torch.int32, device="cuda")
         )

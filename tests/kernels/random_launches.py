@@ -19,7 +19,7 @@ from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.quantised import keep_expanded, keep_quantised, quantise_decoder
+from paceline.engine.cuda.quantized import keep_expanded, keep_quantized, quantize_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
@@ -32,7 +32,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Dense
 from paceline.model.layout import WHOLE_MODEL, Shard
-from paceline.model.quantised import quantise
+from paceline.model.quantized import quantize
 from paceline.model.shapes import shape, vary
 from paceline.model.weights import random_decoder, random_weights
 from paceline.parallel.stages import StagePipe
@@ -236,9 +236,9 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
     if quantization == "gguf":
         keep_mixed_bits(decoder)
     elif formats:  # else `build_cuda` rounds
-        quantise_decoder(decoder, quantization, formats[0])
+        quantize_decoder(decoder, quantization, formats[0])
     if options.get("in_memory"):
-        quantise_decoder(decoder, quantization)
+        quantize_decoder(decoder, quantization)
         keep_expanded(decoder, free=1 << 40)
     draft = random_decoder(specs[1], **common) if len(specs) > 1 else None
     device, config = build_cuda(decoder, engine, scheduler, None, draft=draft)
@@ -271,7 +271,7 @@ def keep_mixed_bits(decoder: Decoder) -> None:
 
 
 def kept(weight: torch.Tensor, bits: int) -> GroupwiseMatrix:
-    return keep_quantised(quantise(weight, bits))
+    return keep_quantized(quantize(weight, bits))
 
 
 class AllStages(Executor):

@@ -12,8 +12,8 @@ from paceline.kernels.expert_tuning import ExpertTile, ExpertTuning
 from paceline.kernels.expert_weights import (
     ExpertMatrices,
     pack_mxfp4,
-    quantise_fp8_experts,
-    quantise_mxfp4,
+    quantize_fp8_experts,
+    quantize_mxfp4,
     values_of,
 )
 from paceline.kernels.experts import (
@@ -33,12 +33,12 @@ from paceline.kernels.route_experts import (
     route,
     route_reference,
 )
-from paceline.model.mxfp4_tensors import dequantise_mxfp4
+from paceline.model.mxfp4_tensors import dequantize_mxfp4
 from tests.kernels.cases import relative_error
 
 HIDDEN, FFN, EPS = 48, 40, 1e-6
 PLAIN = RouterOptions(num_experts=6, num_chosen=2)
-Quantise = Callable[[Tensor], ExpertMatrices]
+Quantize = Callable[[Tensor], ExpertMatrices]
 
 
 def tuning(rows: int, block_m: int = 16, split: int = 2, *, summed: bool = False) -> ExpertTuning:
@@ -53,7 +53,7 @@ def dense(options: RouterOptions, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 class Layer:
-    """Random weights, and buffers for up to so many rows. gpt_oss: with biases and its activation. quantised: the
+    """Random weights, and buffers for up to so many rows. gpt_oss: with biases and its activation. quantized: the
     formats of gate and up, and of down."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Layer:
         options: RouterOptions,
         max_rows: int,
         gpt_oss: bool = False,
-        quantised: tuple[Quantise, ...] = (),
+        quantized: tuple[Quantize, ...] = (),
         hidden: int = HIDDEN,
         ffn: int = FFN,
     ) -> None:
@@ -75,9 +75,9 @@ class Layer:
         self.down: ExpertMatrices = torch.randn(count, hidden, ffn) / 5
         self.routed = RoutedRows.empty(max_rows, options, "cpu")
         self.workspace = ExpertWorkspace.empty(max_rows, options.num_chosen, count, ffn, hidden, self.down)
-        if quantised:
+        if quantized:
             self.gate_up, self.down = (
-                make(one) for make, one in zip(quantised, (self.gate_up, self.down), strict=True)
+                make(one) for make, one in zip(quantized, (self.gate_up, self.down), strict=True)
             )
         self.load = torch.zeros(count, dtype=torch.int64)
         for buffer in (self.workspace.act, self.workspace.parts, self.workspace.partials, self.routed.matrix):
@@ -154,20 +154,20 @@ def scaled_apart(weight: Tensor) -> Tensor:
     return weight * factors[0][:, None, None] * factors[1][:, None] * factors[2]
 
 
-FORMATS: dict[str, tuple[Quantise, Quantise]] = {
-    "fp8 rows": (lambda weight: quantise_fp8_experts(scaled_apart(weight)),) * 2,
+FORMATS: dict[str, tuple[Quantize, Quantize]] = {
+    "fp8 rows": (lambda weight: quantize_fp8_experts(scaled_apart(weight)),) * 2,
     # As a rank has them: gate and up have 40 rows each, and down has 40 columns.
     "fp8 blocks": (
-        lambda weight: quantise_fp8_experts(scaled_apart(weight), (8, 32)),
-        lambda weight: quantise_fp8_experts(scaled_apart(weight), (16, 16)),
+        lambda weight: quantize_fp8_experts(scaled_apart(weight), (8, 32)),
+        lambda weight: quantize_fp8_experts(scaled_apart(weight), (16, 16)),
     ),
-    "mxfp4": (lambda weight: quantise_mxfp4(scaled_apart(weight)),) * 2,
+    "mxfp4": (lambda weight: quantize_mxfp4(scaled_apart(weight)),) * 2,
 }
 
 
 @pytest.mark.parametrize("rows", [1, 16, 40])
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantised_experts_give_what_dequantised_ones_give(name: str, rows: int) -> None:
+def test_quantized_experts_give_what_dequantized_ones_give(name: str, rows: int) -> None:
     """With biases and a norm that is computed before, since it cannot be folded into the weights."""
     torch.manual_seed(rows)
     # MXFP4: parts of chunks, and of groups of four scales.
@@ -184,13 +184,13 @@ def test_quantised_experts_give_what_dequantised_ones_give(name: str, rows: int)
 def test_mxfp4_experts_have_the_nearest_numbers() -> None:
     torch.manual_seed(9)
     weight = scaled_apart(torch.randn(2, 5, 160))
-    found = quantise_mxfp4(weight)
+    found = quantize_mxfp4(weight)
     scale = torch.exp2(weight.view(2, 5, 5, 32).abs().amax(-1).log2().floor() - 2).repeat_interleave(32, -1)
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     distances = (weight.abs() / scale)[..., None] - numbers
     nearest = numbers[distances.abs().argmin(-1)] * scale * weight.sign()
-    assert torch.equal(found.dequantise(), nearest)
-    assert torch.equal(found.dequantise(torch.bfloat16).float(), nearest), "bfloat16 holds every number"
+    assert torch.equal(found.dequantize(), nearest)
+    assert torch.equal(found.dequantize(torch.bfloat16).float(), nearest), "bfloat16 holds every number"
 
 
 def test_mxfp4_experts_are_packed_as_they_are_stored() -> None:
@@ -200,16 +200,16 @@ def test_mxfp4_experts_are_packed_as_they_are_stored() -> None:
     scales[1] += 7
     found = pack_mxfp4(blocks, scales)
     assert found.shape == (2, 16, 96) and found.values.shape == (2, 16, 32) and found.scales.shape == (2, 1, 16)
-    assert torch.equal(found.dequantise(), dequantise_mxfp4(blocks, scales))
+    assert torch.equal(found.dequantize(), dequantize_mxfp4(blocks, scales))
 
 
 def test_fp8_experts_are_within_three_bits_of_the_original() -> None:
     torch.manual_seed(8)
     weight = scaled_apart(torch.randn(3, 32, 40))
     for block in (None, (16, 16)):
-        found = quantise_fp8_experts(weight, block)
+        found = quantize_fp8_experts(weight, block)
         scales = found.scales.transpose(1, 2).repeat_interleave(found.rows, 1).repeat_interleave(found.columns, 2)
-        error = (found.dequantise() - weight).abs()
+        error = (found.dequantize() - weight).abs()
         assert (error <= weight.abs() / 16 + scales[..., :40] * 2**-10).all()
         assert found.num_bytes < weight.numel() * 1.2
 

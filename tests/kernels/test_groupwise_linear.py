@@ -8,10 +8,10 @@ from paceline.kernels.groupwise_linear import (
     groupwise_linear,
     pack_groupwise,
     pack_with_offsets,
-    quantise_int4,
+    quantize_int4,
 )
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-from paceline.kernels.quantised_linear import quantised_linear_reference
+from paceline.kernels.quantized_linear import quantized_linear_reference
 from tests.kernels.cases import poisoned, relative_error
 
 
@@ -42,7 +42,7 @@ def matrix_with_offsets(rows: int, columns: int, bits: int) -> tuple[GroupwiseMa
 def test_packed_weights_with_offsets_are_the_same_numbers(columns: int, bits: int) -> None:
     torch.manual_seed(bits)
     packed, wide = matrix_with_offsets(5, columns, bits)
-    assert packed.shape == (5, columns) and torch.equal(packed.dequantise(torch.float64), wide)
+    assert packed.shape == (5, columns) and torch.equal(packed.dequantize(torch.float64), wide)
     found, wanted = poisoned(5, columns, dtype=torch.float32), torch.empty(5, columns)
     expand_groupwise(packed, found, block_n=4)
     expand_groupwise_reference(packed, wanted)
@@ -54,7 +54,7 @@ def test_packed_weights_are_the_same_numbers(group: int, columns: int) -> None:
     """Also where the columns fill no chunk."""
     for zeros in (False, True):
         packed, wide = matrix(5, columns, group, zeros=zeros)
-        assert packed.shape == (5, columns) and torch.equal(packed.dequantise(torch.float64), wide)
+        assert packed.shape == (5, columns) and torch.equal(packed.dequantize(torch.float64), wide)
         found, wanted = poisoned(5, columns, dtype=torch.float32), torch.empty(5, columns)
         expand_groupwise(packed, found, block_n=4)
         expand_groupwise_reference(packed, wanted)
@@ -75,7 +75,7 @@ def test_packed_weights_are_the_same_numbers(group: int, columns: int) -> None:
         (2, 128, "8 bits, offsets", True, 1, True),
     ],
 )
-def test_weights_in_groups_give_what_dequantised_ones_give(
+def test_weights_in_groups_give_what_dequantized_ones_give(
     rows: int, columns: int, kind: str, gated: bool, split_k: int, more: bool
 ) -> None:
     """With bias and residual, with a gate, with split_k; numbers of rows and columns that fill no tile."""
@@ -93,7 +93,7 @@ def test_weights_in_groups_give_what_dequantised_ones_give(
     workspace = LinearWorkspace(torch.full((2 * rows * width,), torch.nan), torch.zeros(64, dtype=torch.int32))
     tuning = LinearTuning(8, 16, 0, 1, 1, split_k)
     groupwise_linear(x, weight, out, tuning, bias, gated, None if residual is None else out, workspace)
-    assert relative_error(out, quantised_linear_reference(x, weight, bias, gated, residual)) < 1e-5
+    assert relative_error(out, quantized_linear_reference(x, weight, bias, gated, residual)) < 1e-5
     assert not workspace.arrived.any()
 
 
@@ -103,9 +103,9 @@ def test_rounding_to_4_bits_is_within_half_a_step_and_better_with_zeros() -> Non
     weight[4] = weight[4].abs()  # no negative numbers
     errors = []
     for symmetric in (False, True):
-        found = quantise_int4(weight, symmetric=symmetric)
+        found = quantize_int4(weight, symmetric=symmetric)
         steps = found.scales.view(torch.float16)[:, ::2].float().T.repeat_interleave(128, 1)
         # A zero is rounded to an integer, so that numbers at the end of the range can be off by a whole step.
-        assert ((found.dequantise() - weight).abs() <= 1.01 * steps).all()
-        errors.append(float((found.dequantise() - weight).norm() / weight.norm()))
+        assert ((found.dequantize() - weight).abs() <= 1.01 * steps).all()
+        errors.append(float((found.dequantize() - weight).norm() / weight.norm()))
     assert errors[0] < 0.95 * errors[1] < 0.13

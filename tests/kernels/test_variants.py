@@ -82,9 +82,9 @@ def test_kernels_are_compiled_ahead_without_a_gpu(
     assert first.exit_code == 0, first.output
     headers, cubins = zip(*(path.read_bytes().split(b"\n", 1) for path in files), strict=True)
     symbols = {json.loads(header)["symbol"] for header in headers}
-    fp8 = {"_quantised_linear_kernel", "_quantise_rows_kernel", "_apply_scales_kernel"}
-    quantised = {*fp8, "_groupwise_linear_kernel", "_expand_groupwise_kernel"}
-    assert symbols == launched_kernels() - {*OF_SOME_FAMILIES, *quantised}
+    fp8 = {"_quantized_linear_kernel", "_quantize_rows_kernel", "_apply_scales_kernel"}
+    quantized = {*fp8, "_groupwise_linear_kernel", "_expand_groupwise_kernel"}
+    assert symbols == launched_kernels() - {*OF_SOME_FAMILIES, *quantized}
     assert f"{len(files)} kernels for sm_90, 0 of them there before" in first.output
     assert all(cubin.startswith(b"\x7fELF") for cubin in cubins)
     num_damaged = int(listed is kernel_variants)  # compiled again, by another process that imports torch

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.cuda.quantized import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.expert_weights import Fp8Experts
-from paceline.kernels.quantised_linear import QuantisedMatrix
+from paceline.kernels.quantized_linear import QuantizedMatrix
 from paceline.model.decoder import MixtureOfExperts
 from paceline.model.files import open_files
 from paceline.model.layout import Shard, StoredTensor
@@ -38,7 +38,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def save_fp8(path: Path, config: dict[str, Any], options: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
-    """A folder with linear layers in FP8; returns their dequantised weights. options: of the model's config."""
+    """A folder with linear layers in FP8; returns their dequantized weights. options: of the model's config."""
     save_tiny_model(path, options=options)
     described = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
@@ -82,8 +82,8 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
     if config is not BLOCKS:
         kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep=keep_stored(tmp_path / "model", "fp8"))
         qkv: Any = kept.layers[1].qkv
-        assert isinstance(qkv, QuantisedMatrix) and kept.dtype is torch.bfloat16
-        assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
+        assert isinstance(qkv, QuantizedMatrix) and kept.dtype is torch.bfloat16
+        assert torch.equal(qkv.dequantize(), expanded.layers[1].qkv)
 
 
 def change(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], without: str = "") -> None:
@@ -97,7 +97,7 @@ def change(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor],
     )
 
 
-def test_targets_may_be_regular_expressions_and_some_layers_unquantised(tmp_path: Path) -> None:
+def test_targets_may_be_regular_expressions_and_some_layers_unquantized(tmp_path: Path) -> None:
     path = tmp_path / "model"
     wanted = save_fp8(path, CHANNEL)
     plain = {f"model.layers.{layer}.mlp.down_proj": torch.randn(32, 64) for layer in range(2)}
@@ -201,10 +201,10 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
                 (mine.expert_gate_up, theirs.expert_gate_up.clone()),
                 (mine.expert_down, theirs.expert_down.clone()),
             )
-            quantise_decoder(expanded, "fp8", format)
+            quantize_decoder(expanded, "fp8", format)
             rounded: Any = expanded.layers[0].mlp
             for (found, values), same in zip(pairs, (rounded.expert_gate_up, rounded.expert_down), strict=True):
-                assert isinstance(found, Fp8Experts) and torch.equal(found.dequantise(), values)
+                assert isinstance(found, Fp8Experts) and torch.equal(found.dequantize(), values)
                 # Kernels are compiled ahead for these.
                 assert (found.rows, found.columns, found.scales.shape) == (same.rows, same.columns, same.scales.shape)
     assert torch.equal(values[1], wanted["model.layers.0.mlp.experts.1.down_proj.weight"][:, 128:])
@@ -238,7 +238,7 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
         ),
         ({**CHANNEL, "kv_cache_scheme": {**KV, "dynamic": True}}, "has dynamic True, and supported is False"),
         ({**CHANNEL, "kv_cache_scheme": "fp8"}, "has kv_cache_scheme 'fp8': expected an object"),
-        ({**CHANNEL, "format": "dense"}, "format 'dense' and quantised weights"),
+        ({**CHANNEL, "format": "dense"}, "format 'dense' and quantized weights"),
         ("fp8", "quantization_config is 'fp8'"),
     ],
 )
@@ -271,5 +271,5 @@ def test_damaged_or_mislabelled_fp8_files_are_refused(tmp_path: Path) -> None:
     save_fp8(folder, FP8)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
-    with pytest.raises(ModelError, match="as F8_E4M3: use the unquantised model"):
+    with pytest.raises(ModelError, match="as F8_E4M3: use the unquantized model"):
         open_files(folder)

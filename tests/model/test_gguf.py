@@ -15,11 +15,11 @@ from contiguous_cache import ContiguousCache
 from test_oracle import EXPERTS, GPT_OSS, GRANITE, PROMPT, longrope, make_pair
 
 from paceline.model.files import open_files
-from paceline.model.gguf import dequantise, gguf_spec
+from paceline.model.gguf import dequantize, gguf_spec
 from paceline.model.gguf_file import open_gguf
 from paceline.model.read_spec import read_spec
 from paceline.model.spec import ModelError
-from paceline.model.weights import QuantisedWeights, load_decoder
+from paceline.model.weights import QuantizedWeights, load_decoder
 from paceline.model.weights_plan import Origin
 from paceline.text.load import model_name
 from tests.lazy import Lazy
@@ -156,11 +156,11 @@ YARN = {
 }
 
 
-def kept(path: Path) -> QuantisedWeights:
+def kept(path: Path) -> QuantizedWeights:
     """In the bits in which matrices can be read, most of which may have 32 in the file."""
     plan = plan_of(path, quantization="q8")
     stored = tuple(replace(one, origin=Origin.STORED) for one in plan.matrices)
-    return QuantisedWeights(open_files(path), replace(plan, matrices=stored))
+    return QuantizedWeights(open_files(path), replace(plan, matrices=stored))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_gguf_file_equals_transformers(prefix: str, arch: str, options: Any, tmp
         ("Granite", "granite", GRANITE),
     ],
 )
-def test_quantised_tensors_are_divided_rearranged_and_scaled(
+def test_quantized_tensors_are_divided_rearranged_and_scaled(
     prefix: str, arch: str, options: Any, tmp_path: Path
 ) -> None:
     theirs, _ = make_pair(tmp_path / "folder", prefix, options)
@@ -216,7 +216,7 @@ def test_quantised_tensors_are_divided_rearranged_and_scaled(
         ("gate_up", layer.mlp.gate_up),
         ("down", layer.mlp.down),
     ):
-        found = weights.matrix(f"0.{name}").dequantise()
+        found = weights.matrix(f"0.{name}").dequantize()
         torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)
 
 
@@ -270,10 +270,10 @@ KINDS = [Q.F32, Q.F16, Q.BF16, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.Q4_K, Q
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_dequantised_values_equal_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
+def test_dequantized_values_equal_those_of_the_gguf_package(kind: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     if kind.name.endswith("_K"):
-        # The package cannot quantise to these; any bytes are valid blocks, apart from NaN scales.
+        # The package cannot quantize to these; any bytes are valid blocks, apart from NaN scales.
         raw = rng.integers(0, 60, (6, 512 // 256 * gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     else:
         raw = gguf.quantize(rng.standard_normal((6, 512)).astype(np.float32), kind)
@@ -288,7 +288,7 @@ def test_dequantised_values_equal_those_of_the_gguf_package(kind: gguf.GGMLQuant
     file = open_gguf(tmp_path / "t.gguf")
     reference = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "t.gguf").tensors}["second"]
     expected = gguf.dequantize(reference.data, reference.tensor_type)
-    found = dequantise(file, file.tensors["second"])
+    found = dequantize(file, file.tensors["second"])
     assert found.shape == (6, 512)
     np.testing.assert_array_equal(found.float().numpy(), expected.astype(np.float32))
     assert np.isfinite(expected).all()

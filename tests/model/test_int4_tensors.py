@@ -45,7 +45,7 @@ def test_4_bit_checkpoints_have_the_values_of_their_scales(tmp_path: Path, name:
     kept = load_decoder(path, dtype="bfloat16", keep=keep_stored(path, "int4"))
     qkv: Any = kept.layers[1].qkv
     assert isinstance(qkv, GroupwiseMatrix) and qkv.group == 32 and kept.dtype is torch.bfloat16
-    assert torch.equal(qkv.dequantise(), expanded.layers[1].qkv)
+    assert torch.equal(qkv.dequantize(), expanded.layers[1].qkv)
 
 
 def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path) -> None:
@@ -88,15 +88,15 @@ def test_rows_of_a_fused_matrix_are_read_as_they_are_stored() -> None:
     assert part.packed is not None and part.packed.format is INT4
     found_rows: Any = part.packed.read((slice(2, 4),), "cpu")
     assert torch.equal(found_rows.values, values[10:12]) and torch.equal(found_rows.zeros, zeros[10:12])
-    assert torch.equal(found_rows.dequantise(), whole.read(())[10:12])
+    assert torch.equal(found_rows.dequantize(), whole.read(())[10:12])
     with_offsets = part.packed.read((), "cpu").with_offsets()
-    torch.testing.assert_close(with_offsets.dequantise(), whole.read(())[8:16], rtol=0, atol=1 / 128)
+    torch.testing.assert_close(with_offsets.dequantize(), whole.read(())[8:16], rtol=0, atol=1 / 128)
 
 
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({**GPTQ, "bits": 8}, "bits 8, and supported is 4: use the unquantised model"),
+        ({**GPTQ, "bits": 8}, "bits 8, and supported is 4: use the unquantized model"),
         ({**GPTQ, "group_size": -1}, "group_size -1, and supported is 32, 64, 128"),
         ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin', and supported is gptq, gptq_v2"),
         ({**AWQ, "version": "gemv"}, "version 'gemv', and supported is gemm"),
@@ -137,7 +137,7 @@ def test_a_config_of_another_format_and_damaged_values_are_refused(tmp_path: Pat
     path = tmp_path / "model"
     save_int4(path, GPTQ)
     described = json.loads((path / "config.json").read_text())
-    for config, error in ((PACKED, "has no weight_packed"), (None, "as I32: use the unquantised model")):
+    for config, error in ((PACKED, "has no weight_packed"), (None, "as I32: use the unquantized model")):
         (path / "config.json").write_text(json.dumps({**described, "quantization_config": config}))
         with pytest.raises(ModelError, match=error):
             open_files(path)

@@ -57,26 +57,26 @@ def save_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
         eos_token_id=2,
     )  # fmt: skip
     transformers.GptOssForCausalLM(config).save_pretrained(folder)
-    weights, quantised = load_file(folder / "model.safetensors"), {}
+    weights, quantized = load_file(folder / "model.safetensors"), {}
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
         count, columns, rows = weights.pop(name).shape
-        quantised[f"{name}_blocks"] = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8)
-        quantised[f"{name}_scales"] = torch.randint(118, 128, (count, rows, columns // 32), dtype=torch.uint8)
-    save_file({**weights, **quantised}, folder / "model.safetensors")
+        quantized[f"{name}_blocks"] = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+        quantized[f"{name}_scales"] = torch.randint(118, 128, (count, rows, columns // 32), dtype=torch.uint8)
+    save_file({**weights, **quantized}, folder / "model.safetensors")
     described = json.loads((folder / "config.json").read_text())
     described["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(described))
-    return quantised
+    return quantized
 
 
 def test_experts_have_the_values_of_blocks_and_scales(tmp_path: Path) -> None:
-    quantised = save_mxfp4(tmp_path)
+    quantized = save_mxfp4(tmp_path)
     for index, layer in enumerate(load_decoder(tmp_path, dtype="float32").layers):
         experts, name = layer.mlp, f"model.layers.{index}.mlp.experts."
         assert isinstance(experts, MixtureOfExperts)
-        fused = expanded(quantised[f"{name}gate_up_proj_blocks"], quantised[f"{name}gate_up_proj_scales"])
+        fused = expanded(quantized[f"{name}gate_up_proj_blocks"], quantized[f"{name}gate_up_proj_scales"])
         assert torch.equal(experts.expert_gate_up, torch.cat((fused[:, ::2], fused[:, 1::2]), 1))  # gates, then ups
-        down = expanded(quantised[f"{name}down_proj_blocks"], quantised[f"{name}down_proj_scales"])
+        down = expanded(quantized[f"{name}down_proj_blocks"], quantized[f"{name}down_proj_scales"])
         assert torch.equal(experts.expert_down, down)
     rounded = load_decoder(tmp_path, dtype="bfloat16").layers[0].mlp
     first = load_decoder(tmp_path, dtype="float32").layers[0].mlp
@@ -120,7 +120,7 @@ def test_experts_are_kept_as_they_are_stored(tmp_path: Path) -> None:
                 (mine.mlp.expert_down, theirs.mlp.expert_down),
             )
             for found, values in pairs:
-                assert isinstance(found, Mxfp4Experts) and torch.equal(found.dequantise(), values)
+                assert isinstance(found, Mxfp4Experts) and torch.equal(found.dequantize(), values)
 
 
 def test_a_scale_that_kernels_cannot_multiply_with_is_refused(tmp_path: Path) -> None:

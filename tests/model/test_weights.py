@@ -77,10 +77,10 @@ def test_wrong_shape_is_named(folder: Path) -> None:
         load_decoder(folder)
 
 
-def test_quantised_safetensors_are_refused(folder: Path) -> None:
+def test_quantized_safetensors_are_refused(folder: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     change(folder, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
-    with pytest.raises(ModelError, match=rf"stores {name} as F8_E4M3: use the unquantised model"):
+    with pytest.raises(ModelError, match=rf"stores {name} as F8_E4M3: use the unquantized model"):
         load_decoder(folder)
 
 

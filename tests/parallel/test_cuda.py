@@ -35,7 +35,7 @@ from paceline.shared_pages import SharedPages
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.cluster.disaggregated import Pair
 from tests.engine.cuda.interpreted import BASE, CONTEXT, GREEDY, INTERPRETED, PROMPTS, decoder, expected, small_sizes
-from tests.engine.cuda.test_int4 import dequantised, on_cpu
+from tests.engine.cuda.test_int4 import dequantized, on_cpu
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
 from tests.engine.cuda.test_lora import write_adapters
@@ -213,7 +213,7 @@ def test_ranks_divide_weights_in_groups(
     def load(group: TurnGroup | None) -> Decoder:
         return load_decoder(path, dtype="float32", max_positions=CONTEXT, group=group, keep=keep)
 
-    expected = on_cpu(dequantised(load(None)))
+    expected = on_cpu(dequantized(load(None)))
     llm, executors = on_ranks("", 2, load=load, quantization=quantization)
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected

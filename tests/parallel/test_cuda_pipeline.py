@@ -208,7 +208,7 @@ def test_stages_have_the_scales_of_an_fp8_cache_of_one_stage() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "q8"])
-def test_quantised_weights_of_stages_give_the_tokens_of_one_stage(quantization: str) -> None:
+def test_quantized_weights_of_stages_give_the_tokens_of_one_stage(quantization: str) -> None:
     found = []
     for num_stages in (1, 2):
         model = decoder("tiny-qwen3")

@@ -10,14 +10,14 @@ from paceline.engine.build.facts import CPU
 from paceline.engine.build.weight_choice import NONE
 from paceline.engine.cpu.model import CpuModel, DecoderModel
 from paceline.engine.cpu.native import native_library, return_free_memory
-from paceline.engine.cpu.quantised_model import QuantisedModel
+from paceline.engine.cpu.quantized_model import QuantizedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.model.decoder import Decoder
 from paceline.model.files import UnloadedModel
 from paceline.model.gguf_file import is_gguf, open_gguf
-from paceline.model.quantised import QuantisedTensor
+from paceline.model.quantized import QuantizedTensor
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
-from paceline.model.weights import Progress, QuantisedWeights, load_decoder, random_decoder
+from paceline.model.weights import Progress, QuantizedWeights, load_decoder, random_decoder
 from paceline.model.weights_plan import WeightsPlan
 
 
@@ -42,7 +42,7 @@ def load_model(
     if device == CPU and plan.quantization != NONE:
         return _load_native(source, plan, max_positions, progress)
     if plan.is_stored:
-        from paceline.engine.cuda.quantised import keepers  # not at the top: the CPU needs no Triton
+        from paceline.engine.cuda.quantized import keepers  # not at the top: the CPU needs no Triton
 
         options["keep"] = keepers(plan.of_stage(spec, shard_of(group or stages)), spec)
     return _arranged(with_vocabulary(load_decoder(files, **options), spec.vocab_size))
@@ -50,16 +50,16 @@ def load_model(
 
 def _load_native(
     source: UnloadedModel, plan: WeightsPlan, max_positions: int | None, progress: Progress | None
-) -> QuantisedModel:
+) -> QuantizedModel:
     files, spec = source.files, source.spec
     assert files is not None, "only weights of a file are packed on a CPU"
-    weights = QuantisedWeights(files, plan, progress=progress)
+    weights = QuantizedWeights(files, plan, progress=progress)
 
-    def matrix(name: str) -> QuantisedTensor:
+    def matrix(name: str) -> QuantizedTensor:
         weight = weights.matrix(name)
         return weight.with_num_rows(spec.vocab_size) if name in ("embedding", "head") else weight
 
-    model = QuantisedModel(native_library(), spec, weights.vectors, matrix, max_positions=max_positions)
+    model = QuantizedModel(native_library(), spec, weights.vectors, matrix, max_positions=max_positions)
     return_free_memory()
     if is_gguf(files.path):
         open_gguf(files.path).release_memory()

@@ -122,7 +122,7 @@ def _refuse(given: str, source: UnloadedModel, config: EngineConfig, device: Dev
         raise ConfigError(f"quantization is {given!r} and {what}.")
     if given == GGUF:
         if source.quantization != GGUF:
-            raise ConfigError(f"quantization is {GGUF!r}, which needs a quantised GGUF file: leave it out.")
+            raise ConfigError(f"quantization is {GGUF!r}, which needs a quantized GGUF file: leave it out.")
         if (reason := _why_not_kept(source, config, device, tp)) is not None:
             raise ConfigError(f"quantization is {GGUF!r} and {reason.text}: leave it out.")
     elif device.kind == CUDA:
@@ -133,7 +133,7 @@ def _refuse(given: str, source: UnloadedModel, config: EngineConfig, device: Dev
 
 def _why_not_kept(source: UnloadedModel, config: EngineConfig, device: DeviceFacts, tp: int) -> _Reason | None:
     """Why weights that are stored in fewer bits cannot stay so."""
-    assert source.files is not None and source.quantization is not None, "the file is quantised"
+    assert source.files is not None and source.quantization is not None, "the file is quantized"
     if config.dtype != AUTO and (device.kind == CPU or config.dtype != "bfloat16"):
         return _Reason(f"dtype is {config.dtype}", is_warning=False)
     return (_why_not_on_cpu if device.kind == CPU else _why_not_on_gpu)(source, config, device, tp)
@@ -153,7 +153,7 @@ def _why_not_on_cpu(source: UnloadedModel, config: EngineConfig, device: DeviceF
 
 def _why_not_on_gpu(source: UnloadedModel, config: EngineConfig, device: DeviceFacts, tp: int) -> _Reason | None:
     files, spec = source.files, source.spec
-    assert files is not None, "the file is quantised"
+    assert files is not None, "the file is quantized"
     for name, forms in files.forms().items():
         if not is_kept_on_gpu(name, spec):
             continue
@@ -245,7 +245,7 @@ def _expanded(source: UnloadedModel, dtype: str) -> WeightsPlan:
 
 def _kept(source: UnloadedModel, device: DeviceFacts, dtype: str, quantization: str) -> WeightsPlan:
     """What has kernels stays as it is stored. A CPU multiplies with 4 and 8 bits alone: it rounds all others to 8."""
-    assert source.files is not None, "only a file can be quantised"
+    assert source.files is not None, "only a file can be quantized"
     spec, forms = source.spec, source.files.forms()
 
     def plan(name: str, shape: tuple[int, ...]) -> MatrixPlan:

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
 from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.quantised_model import QuantisedModel
+from paceline.engine.cpu.quantized_model import QuantizedModel
 
 
 def build_cpu(
@@ -39,7 +39,7 @@ def build_cpu(
     )
     if stages is None:
         executor = CpuExecutor(runner, **options)
-        if isinstance(decoder, QuantisedModel):
+        if isinstance(decoder, QuantizedModel):
             executor.capabilities = replace(executor.capabilities, weights=False)
         return executor
     from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need

@@ -24,7 +24,7 @@ from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.lora import PreparedAdapter, ResidentAdapters
 from paceline.engine.cpu.model import CpuModel, DecoderModel, arranged_like
-from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
+from paceline.engine.cpu.quantized_model import QuantizedModel, attention_for
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.engine.weight_source import WeightSource
@@ -111,7 +111,7 @@ class CpuModelRunner:
         self._drafts: DraftProposer = self._draft_model or NgramDrafts(max_running, adapts=adapt_drafts)
 
     def load_weights(self, decoder: Decoder) -> None:
-        assert not isinstance(self.decoder, QuantisedModel), "weights of a quantised model cannot be replaced"
+        assert not isinstance(self.decoder, QuantizedModel), "weights of a quantized model cannot be replaced"
         self.decoder = arranged_like(self.decoder, decoder)
         self.adapters.replace_decoder(self.decoder)
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from paceline.model.fetch import cache_folder
-from paceline.model.quantised import GROUP, QuantisedTensor, quantise
+from paceline.model.quantized import GROUP, QuantizedTensor, quantize
 
 FOLDER = Path(__file__).with_suffix("")  # native.c and its headers
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
@@ -132,11 +132,11 @@ def return_free_memory() -> None:
 
 
 class PackedMatrix:
-    """A quantised matrix in the library's layout."""
+    """A quantized matrix in the library's layout."""
 
     __slots__ = ("_data", "struct")
 
-    def __init__(self, library: NativeLibrary, weight: QuantisedTensor, bias: Tensor | None = None) -> None:
+    def __init__(self, library: NativeLibrary, weight: QuantizedTensor, bias: Tensor | None = None) -> None:
         rows, columns = weight.values.shape
         self._data = (library.pack(weight), bias)
         pointer = None if bias is None else bias.data_ptr()
@@ -171,7 +171,7 @@ class NativeLibrary:
         self.isa: str = library.isa().decode()
         self.has_tiles = bool(library.has_tiles())  # products of bfloat16 tiles, for prompts
 
-    def pack(self, weight: QuantisedTensor) -> Tensor:
+    def pack(self, weight: QuantizedTensor) -> Tensor:
         (rows, columns), bits = weight.values.shape, weight.bits
         packed = torch.empty(self._library.packed_bytes(rows, columns, bits), dtype=torch.uint8)
         values, scales, offsets = (one.contiguous() for one in (weight.values, weight.scales, weight.offsets))
@@ -234,17 +234,17 @@ def round_inputs(x: Tensor) -> Tensor:
 def _check(library: NativeLibrary) -> None:
     generator = torch.Generator().manual_seed(0)
     for bits in (4, 8):
-        weight = quantise(torch.randn(37, 80, generator=generator) / 9, bits)
+        weight = quantize(torch.randn(37, 80, generator=generator) / 9, bits)
         x = torch.randn(5, 80, generator=generator)
-        matrix, dequantised = PackedMatrix(library, weight), weight.dequantise()
-        error = float((library.linear(matrix, x) - round_inputs(x) @ dequantised.T).abs().max())
+        matrix, dequantized = PackedMatrix(library, weight), weight.dequantize()
+        error = float((library.linear(matrix, x) - round_inputs(x) @ dequantized.T).abs().max())
         if not error < _TOLERANCE:
             raise NativeError(
                 f"their results with {bits} bits ({library.isa}) differ from the reference by {error:.3g}: set CC to "
                 "another compiler"
             )
         if library.has_tiles:
-            expected = x.bfloat16().float() @ dequantised.bfloat16().float().T
+            expected = x.bfloat16().float() @ dequantized.bfloat16().float().T
             error = float((library.linear(matrix, x, tiles=True) - expected).abs().max())
             if not error < _TOLERANCE:
                 log.warning("prompts are computed without AMX, whose results differ by %.3g: set CC", error)

@@ -16,7 +16,7 @@ from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
 from paceline.engine.cuda.lora import LoraSizes
 from paceline.engine.cuda.model import CudaModel, GemmTuning
-from paceline.engine.cuda.quantised import keep_expanded, quantise_decoder
+from paceline.engine.cuda.quantized import keep_expanded, quantize_decoder
 from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
@@ -79,7 +79,7 @@ def build_cuda(
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
     for one in decoders:
         if precision.quantization != "none":
-            quantise_decoder(one, precision.quantization)
+            quantize_decoder(one, precision.quantization)
         if isinstance(one.layers[0].qkv, GroupwiseMatrix) and given is not None:
             wanted = (config.num_kv_pages(scheduler, given) or 0) * page_size * kv_bytes
             keep_expanded(one, streams.free_memory() - wanted)

@@ -3,7 +3,7 @@
 up to 16 rows:  route -> gate,up -> down [+ x]
 more rows:      route -> sort -> gate,up -> down -> sum [+ x]
 
-A norm is not folded into quantised weights: they would have to be rounded again. One more launch, after the router,
+A norm is not folded into quantized weights: they would have to be rounded again. One more launch, after the router,
 norms the inputs of the experts and writes them in the type to which weights are converted.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda.quantised import operand_dtype
+from paceline.engine.cuda.quantized import operand_dtype
 from paceline.kernels.expert_tuning import ExpertTuning, tuning_of
 from paceline.kernels.expert_weights import ExpertMatrices
 from paceline.kernels.experts import (
@@ -29,7 +29,7 @@ from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, 
 from paceline.model.decoder import MixtureOfExperts
 from paceline.model.layers import Experts
 
-_MAX_PDL_ROWS = 1  # with more, or with quantised experts, a layer is slower with PDL (docs/log/experts.md)
+_MAX_PDL_ROWS = 1  # with more, or with quantized experts, a layer is slower with PDL (docs/log/experts.md)
 
 
 class ExpertBuffers:
@@ -44,9 +44,9 @@ class ExpertBuffers:
         matrices: ExpertMatrices,
     ) -> None:
         """experts: of each of so many layers, on this rank. like: has the type and columns of activations. matrices:
-        those of some layer; if they are quantised, their inputs have the type to which they are converted."""
+        those of some layer; if they are quantized, their inputs have the type to which they are converted."""
         operands = None if isinstance(matrices, Tensor) else operand_dtype(like.dtype)
-        self.has_quantised = operands is not None
+        self.has_quantized = operands is not None
         count, chosen, shared, hidden = experts.count, experts.per_token, experts.shared_size, like.shape[1]
         routing, activation = experts.routing, experts.activation
         self.options = RouterOptions(count, chosen, routing.kind == "sigmoid", routing.renormalise, shared=bool(shared))
@@ -77,7 +77,7 @@ class ExpertBuffers:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """The router and the experts of a layer, with the norm before them folded in; not into quantised experts."""
+    """The router and the experts of a layer, with the norm before them folded in; not into quantized experts."""
 
     router: Tensor  # [E, H], or [E + 1, H] with the gate of the shared expert
     gate_up: ExpertMatrices  # [E, 2F, H]
@@ -87,7 +87,7 @@ class RoutedExperts:
     router_bias: Tensor | None = None  # [E]
     gate_up_bias: Tensor | None = None  # [E, 2F]
     down_bias: Tensor | None = None  # [E, H]; of ranks, only the first has it
-    norm: Tensor | None = None  # [H]: of the inputs of quantised experts
+    norm: Tensor | None = None  # [H]: of the inputs of quantized experts
 
     @classmethod
     def take_over(cls, experts: MixtureOfExperts, norm: Tensor, buffers: ExpertBuffers, index: int) -> RoutedExperts:
@@ -96,7 +96,7 @@ class RoutedExperts:
         if experts.shared_gate is not None:
             router = torch.cat((router, experts.shared_gate.mul_(norm)))
         gate_up: ExpertMatrices = experts.expert_gate_up
-        is_quantised = not isinstance(gate_up, Tensor)
+        is_quantized = not isinstance(gate_up, Tensor)
         return cls(
             router=router,
             gate_up=gate_up.mul_(norm) if isinstance(gate_up, Tensor) else gate_up,
@@ -106,12 +106,12 @@ class RoutedExperts:
             router_bias=experts.router_bias,
             gate_up_bias=experts.expert_gate_up_bias,
             down_bias=experts.expert_down_bias,
-            norm=norm.clone() if is_quantised else None,  # that of the decoder becomes 1
+            norm=norm.clone() if is_quantized else None,  # that of the decoder becomes 1
         )
 
     def load(self, other: MixtureOfExperts, norm: Tensor) -> None:
         """Copies other weights in place; `norm` is folded into them."""
-        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "quantised weights are not replaced"
+        assert isinstance(self.gate_up, Tensor) and isinstance(self.down, Tensor), "quantized weights are not replaced"
         norm, count = norm.to(self.router.device), self.buffers.options.num_experts
         self.router[:count].copy_(other.router).mul_(norm)
         if other.shared_gate is not None:

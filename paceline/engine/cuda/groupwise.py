@@ -6,7 +6,7 @@ for cuBLAS.
                 -> (expand) down
 
 Activations have 16 bits in both. A GPU with enough memory has the weights in 16 bits, too (`keep_expanded` in
-quantised.py): then batches are as fast as without quantisation, and a few rows faster. Otherwise a layer is expanded
+quantized.py): then batches are as fast as without quantization, and a few rows faster. Otherwise a layer is expanded
 into one buffer, in each pass again.
 """
 

@@ -1,4 +1,4 @@
-"""The weights of a linear layer on a GPU, quantised or not, with what is computed beside them."""
+"""The weights of a linear layer on a GPU, quantized or not, with what is computed beside them."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from torch import Tensor
 
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.lora import AdapterMatrix
-from paceline.kernels.quantised_linear import QuantisedMatrix
+from paceline.kernels.quantized_linear import QuantizedMatrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearWeights:
     """A linear layer, weight [N, K]. gated: the first half of its columns is the gate, the second half is up."""
 
-    weight: Tensor  # empty if it is quantised
+    weight: Tensor  # empty if it is quantized
     bias: Tensor | None
     gated: bool = False
-    quantised: QuantisedMatrix | GroupwiseMatrix | None = None
+    quantized: QuantizedMatrix | GroupwiseMatrix | None = None
     norm: Tensor | None = None  # the RMSNorm before it, if that is not folded into the weight
     adapters: AdapterMatrix | None = None  # LoRA, where that is enabled
 
     @classmethod
     def taken_over(
         cls,
-        weight: Tensor | QuantisedMatrix | GroupwiseMatrix,
+        weight: Tensor | QuantizedMatrix | GroupwiseMatrix,
         bias: Tensor | None,
         norm: Tensor | None = None,
         *,
         gated: bool = False,
         adapters: AdapterMatrix | None = None,
     ) -> LinearWeights:
-        """norm: of its input. It is folded into a weight, and kept beside a quantised one."""
+        """norm: of its input. It is folded into a weight, and kept beside a quantized one."""
         if not isinstance(weight, Tensor):
-            assert adapters is None, "adapters are refused with quantised weights"
+            assert adapters is None, "adapters are refused with quantized weights"
             return cls(torch.empty(0), bias, gated, weight, norm)
         if norm is not None:
             weight.mul_(norm)
@@ -43,7 +43,7 @@ class LinearWeights:
 
     @property
     def columns(self) -> int:
-        rows = (self.weight if self.quantised is None else self.quantised).shape[0]
+        rows = (self.weight if self.quantized is None else self.quantized).shape[0]
         return rows // (2 if self.gated else 1)
 
     def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:

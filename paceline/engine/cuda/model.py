@@ -40,13 +40,13 @@ from paceline.engine.cuda.groupwise import max_groupwise_rows
 from paceline.engine.cuda.limits import check_supported
 from paceline.engine.cuda.linear_weights import LinearWeights
 from paceline.engine.cuda.lora import CudaLora, LoraSizes
-from paceline.engine.cuda.quantised import (
-    QuantisedBuffers,
-    QuantisedPass,
+from paceline.engine.cuda.quantized import (
+    QuantizedBuffers,
+    QuantizedPass,
     load_library_kernels,
     max_small_rows,
     operand_dtype,
-    quantised_tuning,
+    quantized_tuning,
 )
 from paceline.engine.precision import LARGE_MATRIX
 from paceline.kernels._triton import cdiv
@@ -62,7 +62,7 @@ from paceline.kernels.linear import (
     summed_tuning,
 )
 from paceline.kernels.lora import AdapterMatrix
-from paceline.kernels.quantised_linear import QuantisedMatrix
+from paceline.kernels.quantized_linear import QuantizedMatrix
 from paceline.kernels.rms_norm import post_norm, rms_norm
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
@@ -100,8 +100,8 @@ class CudaMlp:
         if not forward.fused_norm_linear(self.gate_up, forward.act):
             defer_norm = forward.model.can_defer_norm(self.gate_up)
             forward.cublas_norm_linear(self.gate_up, forward.gate_up, defer_norm=defer_norm)
-            if forward.quantised is not None:
-                forward.quantised.add_gated_linear(self.down, forward.gate_up)
+            if forward.quantized is not None:
+                forward.quantized.add_gated_linear(self.down, forward.gate_up)
                 return
             stream = forward.x if defer_norm else None
             silu_mul(forward.gate_up, forward.act, stream, forward.eps, pdl=forward.pdl, gelu=forward.gelu)
@@ -230,7 +230,7 @@ class CudaModel:
         tuning: GemmTuning = decode_tuning,
         lora: LoraSizes = LoraSizes(),  # noqa: B008  (frozen)
     ) -> None:
-        """tuning: of all GEMMs that are not quantised. With the default, one or two rows are computed by sums, and
+        """tuning: of all GEMMs that are not quantized. With the default, one or two rows are computed by sums, and
         models with experts have a tuning of their own. lora: memory for so many adapters is allocated."""
         spec = decoder.spec
         check_supported(spec)
@@ -240,7 +240,7 @@ class CudaModel:
         self.gelu = dense is not None and dense.activation.kind == "gelu_tanh"
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
         weight: object = decoder.layers[0].qkv
-        self.is_quantised, self.is_groupwise = not isinstance(weight, Tensor), isinstance(weight, GroupwiseMatrix)
+        self.is_quantized, self.is_groupwise = not isinstance(weight, Tensor), isinstance(weight, GroupwiseMatrix)
         self.group, self.whole_spec = decoder.group, decoder.whole_spec
         self.stages, self.shard = decoder.stages, decoder.shard
         self.kv_scales = decoder.kv_scales
@@ -260,15 +260,15 @@ class CudaModel:
         if mixtures:
             like, some = decoder.layers[0].qkv, mixtures[0]
             self.experts = ExpertBuffers(some.options, len(mixtures), max_tokens, like, some.expert_gate_up)
-        self.has_quantised_experts = self.experts is not None and self.experts.has_quantised
+        self.has_quantized_experts = self.experts is not None and self.experts.has_quantized
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
         # Fused GEMMs add to the residual stream and use its squares, which ranks know only after an all-reduce. Those
         # of weights in groups use none.
         largest = LARGE_MATRIX if self.experts is None else _LARGE_MATRIX_WITH_EXPERTS
         self._max_fused_rows = self._max_summed_rows = 0
-        if self.is_groupwise or (self.group is None and self.is_quantised):
-            self._max_fused_rows = max_small_rows(self._quantised_matrices())
+        if self.is_groupwise or (self.group is None and self.is_quantized):
+            self._max_fused_rows = max_small_rows(self._quantized_matrices())
         elif self.group is None:
             is_small = self._largest_weight() < largest
             self._max_fused_rows = _MAX_FUSED_ROWS if is_small else 1
@@ -279,7 +279,7 @@ class CudaModel:
             # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
             return torch.zeros(rows, columns, dtype=dtype, device=self.device)
 
-        inputs = operand_dtype(self.dtype) if self.is_quantised else self.dtype
+        inputs = operand_dtype(self.dtype) if self.is_quantized else self.dtype
 
         self._x, self._normed = (empty(max_tokens, spec.hidden_size) for _ in range(2))
         self._qkv = empty(max_tokens, self.mixer.qkv_size)
@@ -302,10 +302,10 @@ class CudaModel:
             torch.empty(_MAX_SPLIT_K * max(fused_rows, _MIN_SPLIT_ROWS) * widest, device=self.device),
             torch.zeros(cdiv(max(fused_rows, 16), 16) * cdiv(widest, 16), dtype=torch.int32, device=self.device),
         )
-        self._quantised_buffers = None
-        if self.is_quantised:
-            self._quantised_buffers = QuantisedBuffers.empty(
-                spec, max_tokens, self.dtype, self.device, self._quantised_matrices()
+        self._quantized_buffers = None
+        if self.is_quantized:
+            self._quantized_buffers = QuantizedBuffers.empty(
+                spec, max_tokens, self.dtype, self.device, self._quantized_matrices()
             )
 
     def _take_over(self, decoder: Decoder, index: int, identity_rope: Tensor) -> CudaLayer:
@@ -318,7 +318,7 @@ class CudaModel:
                 layer.qkv, layer.qkv_bias, layer.attention_norm, adapters=adapters.get("qkv")
             )
             mlp = self._take_over_mlp(layer.mlp, layer.mlp_norm, layer.mlp_post_norm, num_experts, adapters)
-            for norm in () if self.is_quantised else (layer.attention_norm, layer.mlp_norm):
+            for norm in () if self.is_quantized else (layer.attention_norm, layer.mlp_norm):
                 if norm is not None:
                     norm.fill_(1)  # otherwise a second CudaModel of this decoder would fold it again
         return CudaLayer(
@@ -473,7 +473,7 @@ class CudaModel:
         ranks the norm adds to the residual stream, and with norms after blocks it is computed with them. A QK-norm over
         all heads comes between it and attention."""
         is_plain = self.group is None and self.norms == "pre" and self.mixer.qk_norm != "whole"
-        can_fold = weights.bias is None and weights.quantised is None
+        can_fold = weights.bias is None and weights.quantized is None
         return can_fold and self.dtype is not torch.float16 and is_plain
 
     def uses_pdl(self, num_tokens: int) -> bool:
@@ -522,14 +522,14 @@ class CudaModel:
 
     @property
     def saved_weight_bytes(self) -> int:
-        """How much smaller quantised matrices are than those in `dtype`, without those of experts."""
-        if not self.is_quantised:
+        """How much smaller quantized matrices are than those in `dtype`, without those of experts."""
+        if not self.is_quantized:
             return 0
-        found = self._quantised_matrices()
+        found = self._quantized_matrices()
         return sum(math.prod(one.shape) * self.dtype.itemsize - one.num_bytes for one in found)
 
-    def _quantised_matrices(self) -> list[QuantisedMatrix | GroupwiseMatrix]:
-        found = [one.quantised for layer in self.layers for one in (layer.qkv, layer.out, *layer.mlp.linears)]
+    def _quantized_matrices(self) -> list[QuantizedMatrix | GroupwiseMatrix]:
+        found = [one.quantized for layer in self.layers for one in (layer.qkv, layer.out, *layer.mlp.linears)]
         return [one for one in found if one is not None]
 
     @property
@@ -545,7 +545,7 @@ class CudaModel:
         before = self._max_fused_rows
         limits = {before}
         if self.is_groupwise:
-            matrices = [one for one in self._quantised_matrices() if isinstance(one, GroupwiseMatrix)]
+            matrices = [one for one in self._quantized_matrices() if isinstance(one, GroupwiseMatrix)]
             limits |= {max_groupwise_rows(matrices, in_memory=in_memory) for in_memory in (False, True)}
         for limit in sorted(limits):
             self._max_fused_rows = limit
@@ -559,12 +559,12 @@ class CudaModel:
         another kernel for another number of rows, and loads it at first use. output_sizes: of the last layer of a
         prefill batch, whose other rows nobody needs."""
         sizes = {*prefill_sizes, *output_sizes}
-        if self._quantised_buffers is not None:
-            layer, buffers = self.layers[0], self._quantised_buffers
+        if self._quantized_buffers is not None:
+            layer, buffers = self.layers[0], self._quantized_buffers
             outputs = (self._qkv, buffers.partial, self._gate_up, buffers.partial)
             linears = zip((layer.qkv, layer.out, *layer.mlp.linears), outputs, strict=True)
             load_library_kernels(list(linears), buffers, sorted({*decode_sizes, *sizes}))
-        for rows in () if self.is_quantised else sorted({*decode_sizes, *sizes}):
+        for rows in () if self.is_quantized else sorted({*decode_sizes, *sizes}):
             forward, layer = ForwardPass(self, rows, fused=False, defer_norm=True, pdl=False), self.layers[0]
             blocks = {type(layer.mlp): layer.mlp for layer in self.layers}  # one of each kind
             gemms: list[tuple[LinearWeights, Callable[[], object]]] = [
@@ -582,8 +582,8 @@ class CudaModel:
 
     def fused_tuning(self, weights: LinearWeights, rows: int) -> LinearTuning | None:
         """The fused kernel for a GEMM of so many rows; None for cuBLAS."""
-        if weights.quantised is not None:
-            return quantised_tuning(weights, rows) if rows <= self._max_fused_rows else None
+        if weights.quantized is not None:
+            return quantized_tuning(weights, rows) if rows <= self._max_fused_rows else None
         if rows > self._max_fused_rows:
             return None
         if rows <= self._max_summed_rows:
@@ -620,10 +620,10 @@ class ForwardPass:
         self.square_columns = 1 if model.shard.is_first else 0
         self.eps, self.gelu = model.spec.rms_eps, model.gelu
         self.partial: Tensor | None = None  # summed over ranks, and not yet added to x
-        self.quantised: QuantisedPass | None = None
-        if model._quantised_buffers is not None:
-            self.quantised = QuantisedPass(
-                self.x, model._quantised_buffers, model._workspace, model.group, self.eps, pdl
+        self.quantized: QuantizedPass | None = None
+        if model._quantized_buffers is not None:
+            self.quantized = QuantizedPass(
+                self.x, model._quantized_buffers, model._workspace, model.group, self.eps, pdl
             )
         self.norms_input = model.norms != "post"  # of a block
         self.is_normed = False  # `normed` is the norm of x
@@ -658,8 +658,8 @@ class ForwardPass:
 
     def _add_partial(self) -> None:
         """Adds to x what the next norm would add."""
-        if self.quantised is not None:
-            self.partial = self.quantised.take_partial()
+        if self.quantized is not None:
+            self.partial = self.quantized.take_partial()
         if self.partial is not None:
             self.x.add_(self.partial)
             self.partial = None
@@ -668,8 +668,8 @@ class ForwardPass:
         """out = linear(norm(x)), with the gate's activation, by one fused kernel. Returns False if there is none for
         this batch."""
         tuning = self._tuning(weights)
-        if tuning is not None and self.quantised is not None:
-            self.quantised.norm_linear(weights, out, small=True)
+        if tuning is not None and self.quantized is not None:
+            self.quantized.norm_linear(weights, out, small=True)
             return True
         norms_row = self.model.norms == "pre"  # otherwise x is normed already, or needs no norm
         if tuning is None or (norms_row and not self.square_columns):
@@ -691,8 +691,8 @@ class ForwardPass:
 
     def cublas_norm_linear(self, weights: LinearWeights, out: Tensor, *, defer_norm: bool) -> None:
         """out = linear(norm(x)). defer_norm: the kernel that reads `out` applies the RMSNorm factor."""
-        if self.quantised is not None:
-            self.quantised.norm_linear(weights, out, small=False)
+        if self.quantized is not None:
+            self.quantized.norm_linear(weights, out, small=False)
             return
         source = self.x if defer_norm else self._input()
         if weights.bias is None:
@@ -714,8 +714,8 @@ class ForwardPass:
 
     def add_linear(self, weights: LinearWeights, source: Tensor, norm: Tensor | None = None) -> None:
         """x += linear(source), or its norm with this weight."""
-        if self.quantised is not None:
-            self.quantised.add_linear(weights, source, small=self._tuning(weights) is not None)
+        if self.quantized is not None:
+            self.quantized.add_linear(weights, source, small=self._tuning(weights) is not None)
             return
         if norm is not None:
             self._add_normed_linear(weights, source, norm)
@@ -782,8 +782,8 @@ class ForwardPass:
         assert not self.fused, "the sums of squares are not selected"
         self.live = live
         self.x = torch.index_select(self.x, 0, rows, out=model._selected[:count])
-        if self.quantised is not None:
-            self.quantised.x = self.x
+        if self.quantized is not None:
+            self.quantized.x = self.x
         self.attended = torch.index_select(self.attended, 0, rows, out=model._selected_attended[:count])
         self.normed, self.gate_up, self.act = (buffer[:count] for buffer in (model._normed, model._gate_up, model._act))
 
@@ -794,8 +794,8 @@ class ForwardPass:
     def norm(self, weight: Tensor | None = None) -> None:
         """normed = norm(x), after adding to x what ranks have summed. weight: if it is not folded into what follows."""
         weight = self.model._ones if weight is None else weight
-        if self.quantised is not None:
-            self.partial = self.quantised.take_partial()
+        if self.quantized is not None:
+            self.partial = self.quantized.take_partial()
         if self.partial is None:
             rms_norm(self.x, weight, self.eps, self.normed, pdl=self.pdl)
         else:

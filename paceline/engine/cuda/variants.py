@@ -23,7 +23,7 @@ from paceline.engine.cuda.graphs import SHORT_CONTEXT_ROWS, GraphKey, GraphStage
 from paceline.engine.cuda.groupwise import MAX_GROUPWISE_ROWS, TUNED_ROWS
 from paceline.engine.cuda.inputs import prefill_buckets
 from paceline.engine.cuda.model import CudaModel, ForwardPass
-from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.cuda.quantized import quantize_decoder
 from paceline.engine.cuda.sharing import BLOCK_SIZES
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
@@ -110,7 +110,7 @@ def _dry_executor(
     )
     decoders = [decoder(specs[0], shard, group), *(decoder(spec, WHOLE_MODEL, None) for spec in specs[1:])]
     for one, format in zip(decoders, precision.formats, strict=False):  # none are given: as if rounded at load
-        quantise_decoder(one, precision.quantization, format)
+        quantize_decoder(one, precision.quantization, format)
     model, draft = decoders[0], decoders[1] if len(specs) > 1 else None
     model.shard = stage
     return build_cuda(model, config, scheduler, None, draft=draft)[0]

@@ -15,7 +15,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import executor, resolution
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.model import CpuModel, DecoderModel
-from paceline.engine.cpu.quantised_model import QuantisedModel
+from paceline.engine.cpu.quantized_model import QuantizedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.llm import LLM, RequestOutput
 from paceline.model.files import UnloadedModel
@@ -105,7 +105,7 @@ def run_folder(path: Path, params: SamplingParams, **options: Any) -> tuple[list
 
 @needs_compiler
 @pytest.mark.parametrize("params", [SAMPLED, replace(SAMPLED, temperature=0)], ids=["sampled", "greedy"])
-def test_drafts_of_a_quantised_model_change_nothing(tmp_path: Path, params: SamplingParams) -> None:
+def test_drafts_of_a_quantized_model_change_nothing(tmp_path: Path, params: SamplingParams) -> None:
     path = save_tiny_model(tmp_path / "model")
     # Another model, with a vocabulary that is padded to another size.
     other = save_tiny_model(tmp_path / "draft", vocab_size=297, num_tokens=280, seed=1)
@@ -123,15 +123,15 @@ def test_drafts_of_a_quantised_model_change_nothing(tmp_path: Path, params: Samp
 def test_the_precision_of_a_draft_model_follows_from_its_own_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As that of any model: `auto` keeps a quantised file as it is, and only that."""
+    """As that of any model: `auto` keeps a quantized file as it is, and only that."""
     path, draft = (save_tiny_model(tmp_path / name, seed=index) for index, name in enumerate(("model", "draft")))
     choose = resolution.choose_weights
 
-    def as_if_quantised(source: UnloadedModel, config: EngineConfig, *rest: Any, **options: Any) -> Any:
+    def as_if_quantized(source: UnloadedModel, config: EngineConfig, *rest: Any, **options: Any) -> Any:
         is_draft = source.files is not None and source.files.path == draft
         return choose(source, replace(config, quantization="q8") if is_draft else config, *rest, **options)
 
-    monkeypatch.setattr(resolution, "choose_weights", as_if_quantised)
+    monkeypatch.setattr(resolution, "choose_weights", as_if_quantized)
     found: list[DecoderModel | None] = []
     make = executor.build_cpu
 
@@ -143,7 +143,7 @@ def test_the_precision_of_a_draft_model_follows_from_its_own_file(
     plain, _ = run_folder(path, SAMPLED)
     outputs, _ = run_folder(path, SAMPLED, speculate="draft", draft_model=str(draft))
     assert tokens(outputs) == tokens(plain)
-    assert [type(one) for one in found] == [CpuModel, type(None), CpuModel, QuantisedModel]
+    assert [type(one) for one in found] == [CpuModel, type(None), CpuModel, QuantizedModel]
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 
 from paceline.doctor.model_files import check_model_memory
 from paceline.engine.cpu.native import native_library
-from paceline.engine.cpu.quantised_model import QuantisedModel
+from paceline.engine.cpu.quantized_model import QuantizedModel
 from paceline.llm import LLM, RequestOutput
 from paceline.model.files import open_files
 from paceline.model.layout import is_matrix, target_shapes
-from paceline.model.quantised import Int4Tensor, QuantisedTensor, quantise
+from paceline.model.quantized import Int4Tensor, QuantizedTensor, quantize
 from paceline.model.read_spec import read_spec
 from paceline.model.spec import ModelError
-from paceline.model.weights import QuantisedWeights, load_decoder
+from paceline.model.weights import QuantizedWeights, load_decoder
 from paceline.request import SamplingParams
 from tests.helpers import needs_compiler
 from tests.resolving import plan_of, quantization, source_of, why
@@ -35,7 +35,7 @@ def save(path: Path, config: dict[str, Any]) -> Path:
     save_int4(path, config)
     weights = load_file(path / "model.safetensors")
     tables = [name for name in weights if "embed" in name or "head" in name]
-    change_weights(path, {name: quantise(weights[name], 8).dequantise() for name in tables})
+    change_weights(path, {name: quantize(weights[name], 8).dequantize() for name in tables})
     return path
 
 
@@ -46,13 +46,13 @@ def run(path: Path, **options: Any) -> tuple[Any, list[RequestOutput]]:
 
 @needs_compiler
 @pytest.mark.parametrize("name", FORMATS)
-def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(
+def test_4_bit_checkpoints_give_the_tokens_of_the_dequantized_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(native_library(), "has_tiles", False)  # which round weights to bfloat16
     path = save(tmp_path / "model", FORMATS[name])
     engine, found = run(path)
-    assert isinstance(engine.executor.runner.decoder, QuantisedModel) and engine.info.dtype == "4- and 8-bit"
+    assert isinstance(engine.executor.runner.decoder, QuantizedModel) and engine.info.dtype == "4- and 8-bit"
     keys = engine.executor.runner.cache.keys[0]
     assert keys.dtype == torch.bfloat16 and keys.data_ptr() % 64 == 0 and engine.info.kv_dtype == "bfloat16"
     engine, expected = run(path, quantization="none")
@@ -70,16 +70,16 @@ def test_offsets_are_rounded_to_float16(tmp_path: Path, name: str) -> None:
     """By less than 1/128 of a step between two values; tables in 16 bits become 8 bits."""
     save_int4(tmp_path / "model", FORMATS[name])
     files = open_files(tmp_path / "model")
-    weights = QuantisedWeights(files, plan_of(tmp_path / "model"))
+    weights = QuantizedWeights(files, plan_of(tmp_path / "model"))
     exact = load_decoder(files, dtype="float32")
     qkv = weights.matrix("1.qkv")
-    error = (qkv.dequantise() - exact.layers[1].qkv).abs()
+    error = (qkv.dequantize() - exact.layers[1].qkv).abs()
     assert qkv.bits == 4 and int(qkv.values.max()) == 15 and int(qkv.values.min()) == 0
     assert (error <= qkv.scales.repeat_interleave(32, 1) / 128).all()
     assert bool(error.max() < 1e-7) is (name == "packed")
     embedding = weights.matrix("embedding")
     assert embedding.bits == 8
-    torch.testing.assert_close(embedding.dequantise(), exact.embedding, rtol=0, atol=1.5 / 250)
+    torch.testing.assert_close(embedding.dequantize(), exact.embedding, rtol=0, atol=1.5 / 250)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -90,11 +90,11 @@ def test_wide_groups_are_divided(dtype: torch.dtype) -> None:
     found = stored.with_offsets()
     assert found.scales.shape == found.offsets.shape == (6, 8)
     steps = scales.float().repeat_interleave(128, 1)
-    assert ((found.dequantise() - stored.dequantise()).abs() <= steps / 128).all()
+    assert ((found.dequantize() - stored.dequantize()).abs() <= steps / 128).all()
     assert torch.equal(found.scales, scales.float().repeat_interleave(4, 1))  # bfloat16: in the range of float16
 
 
-def memory(matrices: list[QuantisedTensor], vectors: dict[str, torch.Tensor]) -> int:
+def memory(matrices: list[QuantizedTensor], vectors: dict[str, torch.Tensor]) -> int:
     packed = sum(one.values.numel() * one.bits // 8 + 4 * one.scales.numel() for one in matrices)
     return packed + sum(4 * vector.numel() for vector in vectors.values())
 
@@ -110,13 +110,13 @@ def test_the_memory_of_4_bit_weights_is_known_before_they_are_read(
     for bits in (4, 8):
         plan, files = plan_of(path), source_of(path).files
         assert (plan.dtype, plan.quantization) == ("float32", "int4") and files is not None
-        weights = QuantisedWeights(files, plan)
+        weights = QuantizedWeights(files, plan)
         matrices = {name: weights.matrix(name) for name in target_shapes(spec) if is_matrix(name)}
         assert matrices["0.qkv"].bits == bits and matrices["1.qkv"].bits == matrices["0.down"].bits == 4
         assert plan.num_bytes == memory([*matrices.values()], weights.vectors)
         change_weights(path, {f"{LAYER}.k_proj.{part}": None for part in stored_wide})
         change_weights(path, {f"{LAYER}.k_proj.weight": wanted[f"{LAYER}.k_proj.weight"].half()})
-    error = matrices["0.qkv"].dequantise() - load_decoder(path, dtype="float32").layers[0].qkv
+    error = matrices["0.qkv"].dequantize() - load_decoder(path, dtype="float32").layers[0].qkv
     assert float(error.abs().max()) < 1 / 254
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "float32, weights in 4 bits" in next(check_model_memory(files)).text

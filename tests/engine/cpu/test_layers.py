@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.checks.harness import logits_after
-from paceline.engine.cpu.quantised_model import QuantisedModel
+from paceline.engine.cpu.quantized_model import QuantizedModel
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Activation, Dense, Experts, LayerSpec, RopeSpec
 from paceline.model.shapes import shape
@@ -63,4 +63,4 @@ def test_quantized_kernels_refuse_layers_that_differ_in_heads() -> None:
         LayerSpec(mixer=replace(mixer, num_kv_heads=3), ffn=Dense(size=64)),
     ))  # fmt: skip
     with pytest.raises(ModelError, match=r"Attention\.num_kv_heads is 2 in some layers and 3 in others, which"):
-        QuantisedModel(None, spec, {}, pytest.fail)  # type: ignore[arg-type]
+        QuantizedModel(None, spec, {}, pytest.fail)  # type: ignore[arg-type]

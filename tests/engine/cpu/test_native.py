@@ -24,9 +24,9 @@ from paceline.engine.cpu.native import (
     native_library,
     round_inputs,
 )
-from paceline.model.quantised import quantise
+from paceline.model.quantized import quantize
 from tests.helpers import clang_library, library_with_tiles, needs_compiler, portable_library
-from tests.model.test_quantised import Q
+from tests.model.test_quantized import Q
 from tests.resolving import plan_of, quantization, resolved
 from tests.tiny_gguf import save_gguf
 
@@ -58,16 +58,16 @@ def with_tiles(request: pytest.FixtureRequest) -> NativeLibrary:
 def test_a_product_equals_the_reference(
     library: NativeLibrary, bits: int, rows: int, channels: int, columns: int
 ) -> None:
-    weight, x, bias = quantise(random(channels, columns), bits), random(rows, columns, seed=1), random(channels, seed=2)
+    weight, x, bias = quantize(random(channels, columns), bits), random(rows, columns, seed=1), random(channels, seed=2)
     x[0] *= 100
-    expected = round_inputs(x).double() @ weight.dequantise().double().T + bias
+    expected = round_inputs(x).double() @ weight.dequantize().double().T + bias
     found = library.linear(PackedMatrix(library, weight, bias), x)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_row_does_not_depend_on_the_other_rows(library: NativeLibrary, bits: int) -> None:
-    matrix, x = PackedMatrix(library, quantise(random(48, 128), bits)), random(11, 128, seed=1)
+    matrix, x = PackedMatrix(library, quantize(random(48, 128), bits)), random(11, 128, seed=1)
     together = library.linear(matrix, x)
     for row in range(len(x)):
         assert torch.equal(library.linear(matrix, x[row : row + 1])[0], together[row])
@@ -81,15 +81,15 @@ TILE_SHAPES = [(1, 1, 32), (3, 70, 96), (33, 33, 80), (16, 16, 7), (40, 64, 2100
 def test_a_product_of_tiles_equals_the_reference(
     with_tiles: NativeLibrary, bits: int, rows: int, channels: int, columns: int
 ) -> None:
-    weight, x, bias = quantise(random(channels, columns), bits), random(rows, columns, seed=1), random(channels, seed=2)
+    weight, x, bias = quantize(random(channels, columns), bits), random(rows, columns, seed=1), random(channels, seed=2)
     x[0] *= 100
-    expected = x.bfloat16().double() @ weight.dequantise().bfloat16().double().T + bias
+    expected = x.bfloat16().double() @ weight.dequantize().bfloat16().double().T + bias
     found = with_tiles.linear(PackedMatrix(with_tiles, weight, bias), x, tiles=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_a_row_of_tiles_does_not_depend_on_the_other_rows(with_tiles: NativeLibrary) -> None:
-    matrix, x = PackedMatrix(with_tiles, quantise(random(48, 128), 4)), random(35, 128, seed=1)
+    matrix, x = PackedMatrix(with_tiles, quantize(random(48, 128), 4)), random(35, 128, seed=1)
     x[20, 7] = float("nan")
     together = with_tiles.linear(matrix, x, tiles=True)
     assert together[20].isnan().all()
@@ -115,7 +115,7 @@ def test_tiles_with_other_results_are_not_used(
 @pytest.mark.parametrize("bits", [4, 8])
 def test_embeddings_are_gathered_and_normed(library: NativeLibrary, bits: int) -> None:
     """A model without layers."""
-    weight, norm, tokens = quantise(random(75, 80), bits), random(80, seed=1), torch.tensor([74, 0, 33, 33, 8])
+    weight, norm, tokens = quantize(random(75, 80), bits), random(80, seed=1), torch.tensor([74, 0, 33, 33, 8])
     embedding, x = PackedMatrix(library, weight), torch.empty(5, 80)
     model = Model(embedding=embedding.struct, norm=norm.data_ptr(), hidden=80, embedding_scale=2.0)
     model.num_heads = model.num_kv_heads = 1
@@ -123,13 +123,13 @@ def test_embeddings_are_gathered_and_normed(library: NativeLibrary, bits: int) -
     scratch = torch.empty(library.scratch_bytes(ctypes.byref(model), ctypes.byref(batch)) + 64, dtype=torch.uint8)
     batch.scratch = -(-scratch.data_ptr() // 64) * 64
     library.forward(ctypes.byref(model), ctypes.byref(batch))
-    rows = 2 * weight.dequantise()[tokens]
+    rows = 2 * weight.dequantize()[tokens]
     torch.testing.assert_close(x, rows * rows.square().mean(1, keepdim=True).rsqrt() * norm, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_stays_in_its_row(library: NativeLibrary, value: float) -> None:
-    matrix, x = PackedMatrix(library, quantise(random(32, 64), 4)), random(6, 64, seed=1)
+    matrix, x = PackedMatrix(library, quantize(random(32, 64), 4)), random(6, 64, seed=1)
     expected = library.linear(matrix, x)
     x[2, 40] = value
     found = library.linear(matrix, x)
@@ -141,7 +141,7 @@ def test_a_value_that_is_not_finite_stays_in_its_row(library: NativeLibrary, val
 def test_rows_of_zeros_and_of_tiny_values_give_zeros(library: NativeLibrary) -> None:
     x = torch.zeros(2, 64)
     x[1] = 1e-42
-    found = library.linear(PackedMatrix(library, quantise(random(16, 64), 8)), x)
+    found = library.linear(PackedMatrix(library, quantize(random(16, 64), 8)), x)
     assert (found.abs() < 1e-30).all()
 
 
@@ -279,7 +279,7 @@ def test_a_library_with_other_results_is_not_used(monkeypatch: pytest.MonkeyPatc
 def test_threads_that_sleep_at_barriers_give_the_results_of_one(num_threads: int) -> None:
     """More threads than cores, which cannot all wait without sleeping; and more than there are rows or tiles."""
     library, found = native_library(), []
-    matrix, x = PackedMatrix(library, quantise(random(96, 64), 4)), random(7, 64, seed=1)
+    matrix, x = PackedMatrix(library, quantize(random(96, 64), 4)), random(7, 64, seed=1)
 
     def run() -> None:
         for count in (1, *[num_threads] * 300):
@@ -322,7 +322,7 @@ def test_checking_the_library_starts_no_openmp_threads() -> None:
         native_library.cache_clear()
         library = native_library()
         started.append(num_threads() - before)
-        library.linear(PackedMatrix(library, quantise(torch.randn(64, 32), 8)), torch.randn(1, 32))
+        library.linear(PackedMatrix(library, quantize(torch.randn(64, 32), 8)), torch.randn(1, 32))
         started.append(num_threads() - before)
 
     thread = threading.Thread(target=run)
@@ -354,7 +354,7 @@ def test_precision_that_is_chosen(
     assert (plan.dtype, plan.quantization) == expected
 
 
-def test_a_file_of_sixteen_bits_and_random_weights_are_not_quantised(tmp_path: Path) -> None:
+def test_a_file_of_sixteen_bits_and_random_weights_are_not_quantized(tmp_path: Path) -> None:
     matrices = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
     for path in (save_gguf(tmp_path / "t.gguf", kinds=dict.fromkeys(matrices, Q.F16)), None):
         assert quantization(path) == "none"

@@ -13,16 +13,16 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import weight_choice
 from paceline.engine.cuda import build, groupwise
-from paceline.engine.cuda.quantised import keep_expanded, quantise_decoder
+from paceline.engine.cuda.quantized import keep_expanded, quantize_decoder
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
-from paceline.model.quantised import quantise
+from paceline.model.quantized import quantize
 from paceline.model.read_spec import read_spec
 from paceline.model.shapes import shape
 from paceline.model.weights import load_decoder
 from tests.engine.cuda.interpreted import BASE, GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
-from tests.engine.cuda.test_int4 import dequantised, on_cpu
+from tests.engine.cuda.test_int4 import dequantized, on_cpu
 from tests.resolving import keep_stored, kernel_formats, plan_of, quantization, resolved, why
 from tests.tiny_folder import save_tiny_model
 from tests.tiny_gguf import Q, save_gguf
@@ -32,7 +32,7 @@ LOAD: dict[str, Any] = {"dtype": "float32", "max_positions": 192}
 
 
 @pytest.mark.parametrize(("max_rows", "in_memory"), [(2, False), (2, True), (224, False)])
-def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(
+def test_a_gguf_file_gives_the_tokens_of_its_dequantized_weights(
     tmp_path: Path, max_rows: int, in_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefill, mixed and decode batches: on kernels that convert in registers, and with expanded weights, in each pass
@@ -40,7 +40,7 @@ def test_a_gguf_file_gives_the_tokens_of_its_dequantised_weights(
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", max_rows)
     path = save_gguf(tmp_path / "model.gguf")
     keep = keep_stored(path, "gguf")
-    expected = on_cpu(dequantised(load_decoder(path, keep=keep, **LOAD)))
+    expected = on_cpu(dequantized(load_decoder(path, keep=keep, **LOAD)))
     kept = load_decoder(path, keep=keep, **LOAD)
     bits: list[Any] = [(layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down) for layer in kept.layers]  # type: ignore[union-attr]
     assert [[one.bits for one in layer] for layer in bits] == [[8, 4, 4, 8], [4, 4, 4, 4]]
@@ -58,12 +58,12 @@ def test_weights_are_also_kept_in_16_bits_if_that_leaves_memory_for_the_kv_cache
 
     def expanded(free: int) -> list[torch.Tensor | None]:
         model = decoder("tiny-qwen3")
-        quantise_decoder(model, "q4")
+        quantize_decoder(model, "q4")
         keep_expanded(model, free)
         assert ("for large batches also in float32" in model.precision) == (model.layers[0].qkv.expanded is not None)
         layers: list[Any] = model.layers
         matrices = [one for layer in layers for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
-        assert all(one.expanded is None or torch.equal(one.expanded, one.dequantise()) for one in matrices)
+        assert all(one.expanded is None or torch.equal(one.expanded, one.dequantize()) for one in matrices)
         return [one.expanded for one in matrices]
 
     needed = sum(one.nbytes for one in expanded(1 << 40) if one is not None)
@@ -94,10 +94,10 @@ def test_kept_weights_are_those_of_the_file_rounded_to_float16(tmp_path: Path) -
     kept, wide = (load_decoder(path, keep=keep, **LOAD) for keep in (keep_stored(path, "gguf"), None))
     for mine, theirs in zip(kept.layers, wide.layers, strict=True):
         for found, values in ((mine.qkv, theirs.qkv), (mine.out, theirs.out)):
-            assert isinstance(found, GroupwiseMatrix) and torch.equal(found.dequantise(), values.half().float())
+            assert isinstance(found, GroupwiseMatrix) and torch.equal(found.dequantize(), values.half().float())
         down: Any = mine.mlp.down  # type: ignore[union-attr]
-        rounded = quantise(theirs.mlp.down, 8).dequantise()  # type: ignore[union-attr]
-        assert down.bits == 8 and torch.equal(down.dequantise(), rounded.half().float())
+        rounded = quantize(theirs.mlp.down, 8).dequantize()  # type: ignore[union-attr]
+        assert down.bits == 8 and torch.equal(down.dequantize(), rounded.half().float())
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("q4", 4), ("q8", 8)])
@@ -106,15 +106,15 @@ def test_models_can_be_rounded_to_the_same_format(quantization: str, bits: int) 
         return decoder("tiny-qwen3")
 
     reference = model()
-    quantise_decoder(reference, quantization)
+    quantize_decoder(reference, quantization)
     assert reference.layers[0].qkv.bits == bits and reference.precision.endswith(f"weights in {bits} bits")
-    expected = on_cpu(dequantised(reference))
+    expected = on_cpu(dequantized(reference))
     llm, _ = on_kernels("", model=model(), quantization=quantization)
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
-def test_a_gpu_keeps_a_quantised_file_unless_options_expand_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_keeps_a_quantized_file_unless_options_expand_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the model is so small that bfloat16 is faster."""
     path = save_gguf(tmp_path / "model.gguf")
     assert quantization(path, "cuda") == "none"
@@ -158,7 +158,7 @@ def test_what_cannot_be_kept_is_refused_by_name(tmp_path: Path) -> None:
     )
     save_tiny_model(tmp_path / "folder", vocab_size=512)
     for path in (None, wide, tmp_path / "folder"):
-        with pytest.raises(ConfigError, match="quantization is 'gguf', which needs a quantised GGUF file"):
+        with pytest.raises(ConfigError, match="quantization is 'gguf', which needs a quantized GGUF file"):
             plan_of(path, "cuda", quantization="gguf")
     assert quantization(wide, "cuda") == "none"
     with pytest.raises(ConfigError, match="quantization is 'int4' and the device is a CPU: set quantization to q4"):
@@ -175,5 +175,5 @@ def test_a_draft_model_in_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
     assert chosen.draft_weights is not None and chosen.precision.formats[1] == KernelFormat()
     assert {one.format for one in chosen.draft_weights.matrices if one.packed} == {"q8"}
     draft = decoder("tiny-qwen3")
-    quantise_decoder(draft, chosen.weights.quantization, KernelFormat())
+    quantize_decoder(draft, chosen.weights.quantization, KernelFormat())
     assert draft.layers[0].out.bits == 8  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import pytest
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda import groupwise
-from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.cuda.quantized import quantize_decoder
 from paceline.engine.precision import rounding_group
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
@@ -40,11 +40,11 @@ def in_groups_of_32(name: str) -> Decoder:
     return Decoder(spec, random_weights(spec, dtype="float32"), max_positions=192)
 
 
-def dequantised(model: Decoder) -> Decoder:
+def dequantized(model: Decoder) -> Decoder:
     """The same model with the values of its 4-bit weights in float32."""
     for index, layer in enumerate(model.layers):
         qkv, out, gate_up, down = (
-            one.dequantise() if isinstance(one, GroupwiseMatrix) else one
+            one.dequantize() if isinstance(one, GroupwiseMatrix) else one
             for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
         )
         mlp = replace(layer.mlp, gate_up=gate_up, down=down)  # type: ignore[call-arg]
@@ -53,7 +53,7 @@ def dequantised(model: Decoder) -> Decoder:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_4_bit_checkpoints_give_the_tokens_of_the_dequantised_model(tmp_path: Path, name: str) -> None:
+def test_4_bit_checkpoints_give_the_tokens_of_the_dequantized_model(tmp_path: Path, name: str) -> None:
     """Prefill, mixed and decode batches on kernels that convert in registers. The CPU has expanded weights."""
     save_int4(tmp_path / "model", FORMATS[name])
     expected = on_cpu(load_decoder(tmp_path / "model", dtype="float32", max_positions=192))
@@ -75,12 +75,12 @@ def test_a_4_bit_checkpoint_is_expanded_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
-def test_rounded_models_give_the_tokens_of_the_dequantised_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_models_give_the_tokens_of_the_dequantized_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases and QK-norms. Batches of more than two rows expand the weights."""
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", 2)
     model = in_groups_of_32(name)
-    quantise_decoder(model, "int4")
-    expected = on_cpu(dequantised(model))
+    quantize_decoder(model, "int4")
+    expected = on_cpu(dequantized(model))
     llm, device = on_kernels(name, model=in_groups_of_32(name), quantization="int4")
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected

@@ -7,7 +7,7 @@
    Sums are float32 and always in the same order: a token's result has the same bits whatever else is in the batch,
    however its prompt is cut into chunks, and wherever its pages are. Where the CPU multiplies tiles of bfloat16
    numbers (AMX), it does so for the tokens of prompts, in matrices and in attention. Generated tokens, of which there
-   are few at a time, are always computed without tiles. The reference implementation is `model/quantised.py` together
+   are few at a time, are always computed without tiles. The reference implementation is `model/quantized.py` together
    with `model.decoder.Decoder`. */
 
 #include "layers.h"

@@ -1,4 +1,4 @@
-"""Quantised models on the CPU give the logits of the reference decoder with the same weights and rounding, and the same
+"""Quantized models on the CPU give the logits of the reference decoder with the same weights and rounding, and the same
 bits whatever else is in a batch. Both with and without tiles, which compute the tokens of prompts."""
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tiny import FAMILIES, NUM_TOKENS, PROMPTS, make_llm, pair
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.native import NativeLibrary, native_library, round_inputs
-from paceline.engine.cpu.quantised_model import QuantisedModel, attention_for
+from paceline.engine.cpu.quantized_model import QuantizedModel, attention_for
 from paceline.llm import RequestOutput
 from paceline.model.decoder import Attend, Decoder
 from paceline.model.layers import Activation, Dense, RopeSpec
 from paceline.model.layout import is_matrix, target_shapes
 from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights, LowRank
-from paceline.model.quantised import QuantisedTensor, quantise
+from paceline.model.quantized import QuantizedTensor, quantize
 from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
@@ -60,20 +60,20 @@ def weights_of(family: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def quantised(
+def quantized(
     spec: ModelSpec, weights: dict[str, torch.Tensor], bits: int, library: NativeLibrary | None = None
-) -> tuple[QuantisedModel, Decoder]:
+) -> tuple[QuantizedModel, Decoder]:
     """The model, and the reference decoder with its weights."""
-    matrices: dict[str, QuantisedTensor] = {
-        name: quantise(weight, bits) for name, weight in weights.items() if is_matrix(name)
+    matrices: dict[str, QuantizedTensor] = {
+        name: quantize(weight, bits) for name, weight in weights.items() if is_matrix(name)
     }
     vectors = {name: weight.contiguous() for name, weight in weights.items() if not is_matrix(name)}
-    model = QuantisedModel(library or native_library(), spec, vectors, matrices.__getitem__)
-    return model, Decoder(spec, vectors | {name: one.dequantise() for name, one in matrices.items()})
+    model = QuantizedModel(library or native_library(), spec, vectors, matrices.__getitem__)
+    return model, Decoder(spec, vectors | {name: one.dequantize() for name, one in matrices.items()})
 
 
 def compare(
-    model: QuantisedModel,
+    model: QuantizedModel,
     reference: Decoder,
     adapter: LoraWeights | None = None,
     *,
@@ -110,7 +110,7 @@ def halves(*tensors: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", DENSE)
 def test_every_family_gives_the_logits_of_the_reference(family: str, bits: int) -> None:
-    compare(*quantised(pair(family).reference.spec, weights_of(family), bits, library_with_tiles()))
+    compare(*quantized(pair(family).reference.spec, weights_of(family), bits, library_with_tiles()))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "smollm"])
@@ -122,16 +122,16 @@ def test_clang_gives_the_bits_of_the_other_compiler(family: str) -> None:
     ]
     for are_prompts in (False, True):
         for libraries in pairs:
-            found = [quantised(spec, weights, 4, library)[0] for library in libraries]
+            found = [quantized(spec, weights, 4, library)[0] for library in libraries]
             expected, other = (logits_in_chunks(model, are_prompts=are_prompts) for model in found)
             assert torch.equal(other, expected)
 
 
 @cache
-def alone(family: str, tiles: bool) -> tuple[QuantisedModel, list[RequestOutput]]:
+def alone(family: str, tiles: bool) -> tuple[QuantizedModel, list[RequestOutput]]:
     """A model, and its outputs for one prompt after the other, each computed in one pass."""
     library = library_with_tiles() if tiles else native_library()
-    model, _ = quantised(pair(family).reference.spec, weights_of(family), 4, library)
+    model, _ = quantized(pair(family).reference.spec, weights_of(family), 4, library)
     with make_llm(model, max_running=1, prefix_cache=False, overlap="off") as llm:
         return model, llm.generate(PROMPTS, WITH_LOGPROBS)
 
@@ -188,13 +188,13 @@ def test_rotation_positions_are_apart_from_cache_positions() -> None:
     assert (moved - as_text).abs().mean() < 0.015 * as_text.std(), "but for rounding only differences matter"
 
 
-def random_model(options: dict[str, Any]) -> tuple[QuantisedModel, Decoder]:
+def random_model(options: dict[str, Any]) -> tuple[QuantizedModel, Decoder]:
     sizes: dict[str, Any] = {"num_layers": 2, "num_heads": 4, "ffn": Dense(size=96), "vocab_size": 120}
     spec = vary(shape("tiny-llama"), context_tokens=256, rope=RopeSpec(), **{**sizes, **options})
     weights = random_weights(spec, seed=4, dtype="float32")
     if spec.tied:
         weights["head"] = weights["embedding"]
-    return quantised(spec, weights, 8, library_with_tiles())
+    return quantized(spec, weights, 8, library_with_tiles())
 
 
 def with_halves_in(attend: Attend, spec: ModelSpec, *, are_prompts: bool) -> Attend:

@@ -1,10 +1,10 @@
-"""Quantised weights on the host: 4 or 8 bits per value, and a scale and an offset for every group of 32 columns.
+"""Quantized weights on the host: 4 or 8 bits per value, and a scale and an offset for every group of 32 columns.
 
     w = scale * q + offset
 
 And those of FP8 and 4-bit checkpoints: as a GPU keeps them, and 4 bits in the form above, as a CPU does.
 
-`dequantise` is the reference. `gguf_tensors.py` reads such weights from files.
+`dequantize` is the reference. `gguf_tensors.py` reads such weights from files.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class PackedTensor(ABC):
     @abstractmethod
     def scaled(self, factor: float) -> Self: ...
 
-    def with_offsets(self) -> QuantisedTensor:
+    def with_offsets(self) -> QuantizedTensor:
         """In the form that a CPU multiplies with, where there is one."""
         raise AssertionError(f"{type(self).__name__} has no form with offsets")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedTensor(PackedTensor):
+class QuantizedTensor(PackedTensor):
     bits: int  # 4 or 8
     values: Tensor  # [rows, columns] int8: 0 to 15 with 4 bits
     scales: Tensor  # [rows, groups] float32, with the precision of float16; so are the offsets
     offsets: Tensor
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         columns = self.values.shape[1]
         scales, offsets = (one.repeat_interleave(GROUP, dim=1)[:, :columns] for one in (self.scales, self.offsets))
         return torch.addcmul(offsets, self.values.float(), scales)
@@ -61,31 +61,31 @@ class QuantisedTensor(PackedTensor):
     def num_rows(self) -> int:
         return len(self.values)
 
-    def join(self, others: Sequence[QuantisedTensor]) -> QuantisedTensor:
+    def join(self, others: Sequence[QuantizedTensor]) -> QuantizedTensor:
         return concatenate([self, *others])
 
-    def with_offsets(self) -> QuantisedTensor:
+    def with_offsets(self) -> QuantizedTensor:
         return self
 
-    def map_rows(self, function: Callable[[Tensor], Tensor]) -> QuantisedTensor:
-        return QuantisedTensor(self.bits, function(self.values), function(self.scales), function(self.offsets))
+    def map_rows(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        return QuantizedTensor(self.bits, function(self.values), function(self.scales), function(self.offsets))
 
-    def scaled(self, factor: float) -> QuantisedTensor:
+    def scaled(self, factor: float) -> QuantizedTensor:
         scales, offsets = (to_half_precision(one * factor) for one in (self.scales, self.offsets))
-        return QuantisedTensor(self.bits, self.values, scales, offsets)
+        return QuantizedTensor(self.bits, self.values, scales, offsets)
 
-    def part(self, rows_and_columns: tuple[slice, ...]) -> QuantisedTensor:
+    def part(self, rows_and_columns: tuple[slice, ...]) -> QuantizedTensor:
         """Some rows and whole groups of columns."""
         rows = self.map_rows(lambda values: values[rows_and_columns[0]]) if rows_and_columns else self
         if len(rows_and_columns) < 2:
             return rows
         columns, groups = _whole_groups(rows_and_columns[1], self.values.shape[1], GROUP)
-        return QuantisedTensor(self.bits, rows.values[:, columns], rows.scales[:, groups], rows.offsets[:, groups])
+        return QuantizedTensor(self.bits, rows.values[:, columns], rows.scales[:, groups], rows.offsets[:, groups])
 
-    def to(self, device: str | torch.device) -> QuantisedTensor:
-        return QuantisedTensor(self.bits, *(one.to(device) for one in (self.values, self.scales, self.offsets)))
+    def to(self, device: str | torch.device) -> QuantizedTensor:
+        return QuantizedTensor(self.bits, *(one.to(device) for one in (self.values, self.scales, self.offsets)))
 
-    def with_num_rows(self, count: int) -> QuantisedTensor:
+    def with_num_rows(self, count: int) -> QuantizedTensor:
         """The first rows; those that it did not have are zeros."""
         return self.map_rows(lambda rows: F.pad(rows, (0, 0, 0, count - len(rows))))
 
@@ -127,7 +127,7 @@ class Int4Tensor(PackedTensor):
     zeros: Tensor  # [N, K / group], integers from 0 to 16
     group: int
 
-    def dequantise(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         scales, zeros = (one.float()[:, :, None] for one in (self.scales, self.zeros))
         groups = self.values.float().reshape(len(self.values), -1, self.group)
         return ((groups - zeros) * scales).flatten(1)
@@ -142,12 +142,12 @@ class Int4Tensor(PackedTensor):
         )
         return Int4Tensor(values, scales, zeros, self.group)
 
-    def with_offsets(self) -> QuantisedTensor:
+    def with_offsets(self) -> QuantizedTensor:
         """In groups of 32 columns, with offsets -scale * zero, which are rounded to float16: of a float16 scale that is
         at most 1/128 of a step between two values, and nothing if the zero is a power of two."""
         scales, zeros = (one.float().repeat_interleave(self.group // GROUP, dim=1) for one in (self.scales, self.zeros))
         scales = to_half_precision(scales)
-        return QuantisedTensor(4, self.values.view(torch.int8), scales, to_half_precision(-scales * zeros))
+        return QuantizedTensor(4, self.values.view(torch.int8), scales, to_half_precision(-scales * zeros))
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Int4Tensor:
         return Int4Tensor(function(self.values), function(self.scales), function(self.zeros), self.group)
@@ -197,22 +197,22 @@ def _whole_groups(columns: slice, num_columns: int, group: int) -> tuple[slice, 
     return slice(start, stop), slice(start // group, -(-stop // group))
 
 
-def concatenate(tensors: Sequence[QuantisedTensor]) -> QuantisedTensor:
+def concatenate(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """The rows of all of them, with the most bits of any: 4-bit values are 8-bit values too."""
     values, scales, offsets = (
         torch.cat([getattr(one, name) for one in tensors]) for name in ("values", "scales", "offsets")
     )
-    return QuantisedTensor(max(one.bits for one in tensors), values, scales, offsets)
+    return QuantizedTensor(max(one.bits for one in tensors), values, scales, offsets)
 
 
-def quantise(weight: Tensor, bits: int) -> QuantisedTensor:
+def quantize(weight: Tensor, bits: int) -> QuantizedTensor:
     """Rounds to 8 bits by the largest value of a group, or to 4 bits between its smallest and its largest."""
     # By rows, so that a large embedding in 16 bits is never in float32 as a whole.
     chunks = torch.split(weight, max(1, _CHUNK // weight.shape[1]))
-    return concatenate([_quantise_rows(chunk.float(), bits) for chunk in chunks])
+    return concatenate([_quantize_rows(chunk.float(), bits) for chunk in chunks])
 
 
-def _quantise_rows(weight: Tensor, bits: int) -> QuantisedTensor:
+def _quantize_rows(weight: Tensor, bits: int) -> QuantizedTensor:
     rows, columns = weight.shape
     rest = -columns % GROUP
     groups = F.pad(weight, (0, rest), "replicate" if rest else "constant").view(rows, -1, GROUP)
@@ -226,7 +226,7 @@ def _quantise_rows(weight: Tensor, bits: int) -> QuantisedTensor:
         low, high = 0, 15
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     values = ((groups - offsets[..., None]) * inverse[..., None]).round_().clamp_(low, high).to(torch.int8)
-    return QuantisedTensor(bits, values.view(rows, -1)[:, :columns].contiguous(), scales, offsets)
+    return QuantizedTensor(bits, values.view(rows, -1)[:, :columns].contiguous(), scales, offsets)
 
 
 def to_half_precision(values: Tensor) -> Tensor:

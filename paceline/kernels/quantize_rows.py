@@ -21,7 +21,7 @@ _FP8_MAX = tl.constexpr(FP8_MAX)
 _APPLY_COLUMNS = 2048  # of one program
 
 
-def quantise_rows_reference(
+def quantize_rows_reference(
     x: torch.Tensor,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -85,7 +85,7 @@ def _normed(value, rstd, norm, column, inside):
 
 @launched
 @triton.jit
-def _quantise_rows_kernel(
+def _quantize_rows_kernel(
     x,
     residual,
     norm,
@@ -136,7 +136,7 @@ def _quantise_rows_kernel(
         tl.store(out + last, to_stored(rest, scale, out.dtype.element_ty, True), mask=is_last)
 
 
-def quantise_rows(
+def quantize_rows(
     x: torch.Tensor,
     out: torch.Tensor,
     scales: torch.Tensor,
@@ -151,7 +151,7 @@ def quantise_rows(
     multiplied by them and by `scales`, which then still has those of its rows."""
     tokens, width = out.shape
     block, rest = _split(width)
-    _quantise_rows_kernel[(tokens,)](
+    _quantize_rows_kernel[(tokens,)](
         x,
         x if residual is None else residual,
         x if norm is None else norm,

@@ -1,6 +1,6 @@
-"""A decoder with quantised weights on the CPU: one call of `native/native.c` computes all layers.
+"""A decoder with quantized weights on the CPU: one call of `native/native.c` computes all layers.
 
-The reference implementation is `model.decoder.Decoder` with the dequantised weights, whose inputs of matrices are
+The reference implementation is `model.decoder.Decoder` with the dequantized weights, whose inputs of matrices are
 rounded to 15 bits as here; a test compares the two.
 """
 
@@ -27,7 +27,7 @@ from paceline.model.decoder import Attend, scaled, soft_cap
 from paceline.model.layers import ACTIVATIONS, Dense
 from paceline.model.layout import WHOLE_MODEL
 from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights
-from paceline.model.quantised import QuantisedTensor
+from paceline.model.quantized import QuantizedTensor
 from paceline.model.rope import rope_table
 from paceline.model.spec import ModelSpec
 
@@ -45,7 +45,7 @@ class NativePass:
     inputs: Inputs
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> NoReturn:
-        raise TypeError("a quantised model computes attention itself, not layer by layer")
+        raise TypeError("a quantized model computes attention itself, not layer by layer")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class NativeRows:
 
 
 class NativeAttention:
-    """The attention backend of a quantised model: `native/native.c` computes it."""
+    """The attention backend of a quantized model: `native/native.c` computes it."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
@@ -88,7 +88,7 @@ class NativeAttention:
 
 
 def attention_for(decoder: DecoderModel, cache: KVCache) -> AttentionBackend[Inputs, Attend]:
-    return NativeAttention(cache) if isinstance(decoder, QuantisedModel) else CpuAttention(cache, decoder.spec)
+    return NativeAttention(cache) if isinstance(decoder, QuantizedModel) else CpuAttention(cache, decoder.spec)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +110,7 @@ class NativeAdapter(LoraWeights):
         return cls(weights.layers, table)
 
 
-class QuantisedModel:
+class QuantizedModel:
     dtype = torch.float32  # of all that is not a matrix
     kv_dtype = torch.bfloat16
     kv_scales = None
@@ -123,7 +123,7 @@ class QuantisedModel:
         library: NativeLibrary,
         spec: ModelSpec,
         vectors: Mapping[str, Tensor],
-        read_matrix: Callable[[str], QuantisedTensor],
+        read_matrix: Callable[[str], QuantizedTensor],
         *,
         max_positions: int | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class QuantisedModel:
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None = None) -> Tensor:
         """Hidden states [T, hidden] after the final norm. attend: a `NativePass`."""
-        assert isinstance(attend, NativePass), "the attention backend of a quantised model is NativeAttention"
+        assert isinstance(attend, NativePass), "the attention backend of a quantized model is NativeAttention"
         cache, kv_indices = attend.cache, attend.inputs.kv_indices
         rows = NativeRows.of(attend.inputs, has_tiles=self._library.has_tiles)
         if rows.order is not None:

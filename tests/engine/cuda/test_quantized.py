@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from paceline.config import ConfigError
-from paceline.engine.cuda import quantised
-from paceline.engine.cuda.quantised import quantise_decoder, scaled_mm
-from paceline.kernels.quantise_rows import apply_scales, quantise_rows, quantise_rows_reference
-from paceline.kernels.quantised_linear import quantise_fp8
+from paceline.engine.cuda import quantized
+from paceline.engine.cuda.quantized import quantize_decoder, scaled_mm
+from paceline.kernels.quantize_rows import apply_scales, quantize_rows, quantize_rows_reference
+from paceline.kernels.quantized_linear import quantize_fp8
 from paceline.kernels.silu_mul import silu_mul_reference
 from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.kernels.cases import poisoned, relative_error
@@ -23,16 +23,16 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 @pytest.mark.parametrize(
     ("name", "rows"), [("tiny-qwen3", 3), ("tiny-qwen2", 3), ("tiny-qwen3", 20), ("tiny-qwen2", 20), ("tiny-qwen3", 26)]
 )
-def test_a_forward_pass_is_that_of_dequantised_weights(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_is_that_of_dequantized_weights(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows with activations as they are, more with rounded ones, whose scales are applied by the reader of the
     output or, with still more rows, by the GEMM. Against torch, which rounds the same inputs."""
-    monkeypatch.setattr(quantised, "_MAX_UNSCALED_ROWS", 25)
+    monkeypatch.setattr(quantized, "_MAX_UNSCALED_ROWS", 25)
     fused = rows == 3
     model = decoder(name)
-    quantise_decoder(model, "fp8")
+    quantize_decoder(model, "fp8")
     llm, device = on_kernels(name, quantization="fp8", max_batch_tokens=80)
     llm.close()
-    assert device.model.is_quantised and not device.capabilities.weights
+    assert device.model.is_quantized and not device.capabilities.weights
     cuda, spec = device.model, model.spec
     matrices = spec.num_parameters - spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     # A byte and a scale per row instead of four bytes, and norms and biases as before.
@@ -67,9 +67,9 @@ def linear(
         x = x if norm is None else torch.nn.functional.rms_norm(x, (len(norm),), norm, eps)
         x = silu_mul_reference(x) if gated else x
     else:
-        values, scales = quantise_rows_reference(x, norm, eps, gated)
+        values, scales = quantize_rows_reference(x, norm, eps, gated)
         x = values.float() * scales[:, None]
-    return torch.nn.functional.linear(x, weight.dequantise(), bias)
+    return torch.nn.functional.linear(x, weight.dequantize(), bias)
 
 
 def test_requests_are_answered_with_fp8_weights_and_kv() -> None:
@@ -95,10 +95,10 @@ def test_rows_are_rounded_with_a_scale_of_their_own(kind: str, is_gemm_output: b
     residual = torch.randn(rows, width) if kind == "residual" else None
     stream = None if residual is None else residual.clone()
     gemm_scales = (torch.rand(rows) + 0.5, torch.rand(x.shape[1]) + 0.5) if is_gemm_output else None
-    wanted, wanted_scales = quantise_rows_reference(x, norm, 1e-6, kind == "gated", residual, gemm_scales)
+    wanted, wanted_scales = quantize_rows_reference(x, norm, 1e-6, kind == "gated", residual, gemm_scales)
     out = torch.full((rows, width), 7.0).to(torch.float8_e4m3fn)
     scales, factors = (poisoned(rows, dtype=torch.float32), None) if gemm_scales is None else gemm_scales
-    quantise_rows(x, out, scales, norm, 1e-6, kind == "gated", stream, factors)
+    quantize_rows(x, out, scales, norm, 1e-6, kind == "gated", stream, factors)
     assert relative_error(scales, wanted_scales) < 1e-6
     assert relative_error(out.float(), wanted.float()) < 2e-3, "only numbers between two may be rounded otherwise"
     if residual is not None and stream is not None:
@@ -113,11 +113,11 @@ def test_scales_are_applied_to_the_output_of_a_gemm() -> None:
 
 
 def test_a_gemm_of_fp8_numbers_applies_both_scales() -> None:
-    weight = quantise_fp8(torch.randn(6, 16))
-    x, scales = quantise_rows_reference(torch.randn(3, 16))
+    weight = quantize_fp8(torch.randn(6, 16))
+    x, scales = quantize_rows_reference(torch.randn(3, 16))
     out = torch.empty(3, 6)
     scaled_mm(x, weight.values, out, scales[:, None], weight.factors[None, :])
-    assert relative_error(out, (x.float() * scales[:, None]) @ weight.dequantise().T) < 1e-6
+    assert relative_error(out, (x.float() * scales[:, None]) @ weight.dequantize().T) < 1e-6
 
 
 @pytest.mark.parametrize(

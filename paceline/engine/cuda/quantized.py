@@ -1,18 +1,18 @@
-"""Linear layers with quantised weights on a GPU: which kernel computes them, by format and number of rows.
+"""Linear layers with quantized weights on a GPU: which kernel computes them, by format and number of rows.
 
     a layer, few rows:   norm -> qkv -> attention -> out [+ x] -> norm -> gate,up silu -> down [+ x]
     FP8, many rows:      [+ x, norm, round] qkv -> attention -> [round] out -> [+ x, norm, round] gate,up
                          -> [silu, round] down
 
 With few rows a GEMM only reads its weight: it is converted in registers, and activations stay in 16 bits
-(kernels/quantised_linear.py, kernels/groupwise_linear.py). With many rows FP8 weights are multiplied with activations
+(kernels/quantized_linear.py, kernels/groupwise_linear.py). With many rows FP8 weights are multiplied with activations
 that are rounded to FP8, with a scale per row, by the library's kernel: twice the rate of 16 bits. Its fastest kernels
 for up to 1,024 rows know one scale per matrix only: they multiply without scales, and the kernel that reads their
 output applies those of rows and columns (`factors`). Weights in groups, of 4 or 8 bits, are expanded (groupwise.py).
 
-Of a mixture of experts, only the experts are quantised (experts.py).
+Of a mixture of experts, only the experts are quantized (experts.py).
 
-Norms are not folded into quantised weights: they would have to be rounded again. Biases, norms, embedding and head stay
+Norms are not folded into quantized weights: they would have to be rounded again. Biases, norms, embedding and head stay
 in the dtype of the model.
 """
 
@@ -34,23 +34,23 @@ from paceline.kernels.expert_weights import (
     Fp8Experts,
     Mxfp4Experts,
     pack_mxfp4,
-    quantise_fp8_experts,
-    quantise_mxfp4,
+    quantize_fp8_experts,
+    quantize_mxfp4,
 )
 from paceline.kernels.groupwise_linear import (
     GroupwiseMatrix,
     groupwise_linear,
     pack_groupwise,
     pack_with_offsets,
-    quantise_int4,
+    quantize_int4,
 )
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
-from paceline.kernels.quantise_rows import apply_scales, quantise_rows
-from paceline.kernels.quantised_linear import QuantisedMatrix, quantise_fp8, quantised_linear
+from paceline.kernels.quantize_rows import apply_scales, quantize_rows
+from paceline.kernels.quantized_linear import QuantizedMatrix, quantize_fp8, quantized_linear
 from paceline.kernels.rms_norm import rms_norm
 from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.model.fp8_tensors import block_of_part
-from paceline.model.quantised import Fp8Tensor, Int4Tensor, Mxfp4Tensor, PackedTensor, QuantisedTensor, quantise
+from paceline.model.quantized import Fp8Tensor, Int4Tensor, Mxfp4Tensor, PackedTensor, QuantizedTensor, quantize
 from paceline.model.rank_group import RankGroup
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Keep
@@ -62,14 +62,14 @@ _MAX_EXPANDED_SHARE = 0.4  # of the free memory; the KV cache needs the rest
 _MAX_UNSCALED_ROWS = 1024  # rows up to which the library's kernel without scales is faster (docs/log/gemms.md)
 
 
-def max_small_rows(matrices: Sequence[QuantisedMatrix | GroupwiseMatrix]) -> int:
+def max_small_rows(matrices: Sequence[QuantizedMatrix | GroupwiseMatrix]) -> int:
     """Rows up to which the weights of a model are converted in registers."""
     groupwise = [one for one in matrices if isinstance(one, GroupwiseMatrix)]
     return max_groupwise_rows(groupwise) if groupwise else _MAX_FP8_ROWS
 
 
-def quantised_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
-    if isinstance(weights.quantised, GroupwiseMatrix):
+def quantized_tuning(weights: LinearWeights, rows: int) -> LinearTuning:
+    if isinstance(weights.quantized, GroupwiseMatrix):
         return groupwise_tuning(rows, weights.gated)
     # The fastest of nine tiles for the linear layers of Qwen3-14B at one row on an H200 (docs/log/gemms.md).
     return LinearTuning(16, 64, 128, 4, 4, 1 if weights.gated else 4)
@@ -119,29 +119,29 @@ class RoundedRows:
         residual: Tensor | None,
         norm: Tensor,
         eps: float,
-        weight: QuantisedMatrix,
+        weight: QuantizedMatrix,
         out: Tensor,
         *,
         factors: Tensor | None,
     ) -> Tensor | None:
         rounded, scales = self._rows(*source.shape)
-        quantise_rows(source, rounded, scales, norm, eps, residual=residual, factors=factors)
+        quantize_rows(source, rounded, scales, norm, eps, residual=residual, factors=factors)
         return self._multiply(rounded, scales, weight, out)
 
     def linear(
-        self, source: Tensor, weight: QuantisedMatrix, out: Tensor, *, gated: bool, factors: Tensor | None
+        self, source: Tensor, weight: QuantizedMatrix, out: Tensor, *, gated: bool, factors: Tensor | None
     ) -> Tensor | None:
         rounded, scales = self._rows(len(source), weight.shape[1])
-        quantise_rows(source, rounded, scales, gated=gated, factors=factors)
+        quantize_rows(source, rounded, scales, gated=gated, factors=factors)
         return self._multiply(rounded, scales, weight, out)
 
     def apply_scales(self, out: Tensor, factors: Tensor) -> None:
         apply_scales(out, self._scales[: len(out)], factors)
 
-    def load_kernel(self, weight: QuantisedMatrix, rows: int, out: Tensor) -> None:
+    def load_kernel(self, weight: QuantizedMatrix, rows: int, out: Tensor) -> None:
         self._multiply(*self._rows(rows, weight.shape[1]), weight, out)
 
-    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantisedMatrix, out: Tensor) -> Tensor | None:
+    def _multiply(self, x: Tensor, scales: Tensor, weight: QuantizedMatrix, out: Tensor) -> Tensor | None:
         if len(x) > _MAX_UNSCALED_ROWS:
             scaled_mm(x, weight.values, out, scales[:, None], weight.factors[None, :])
             return None
@@ -153,8 +153,8 @@ class RoundedRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedBuffers:
-    """Inputs of linear layers with quantised weights."""
+class QuantizedBuffers:
+    """Inputs of linear layers with quantized weights."""
 
     inputs: Tensor  # [T, H]: normed hidden states, in the type that kernels multiply
     partial: Tensor  # [T, H]: outputs that are not yet added to the residual stream
@@ -167,9 +167,9 @@ class QuantisedBuffers:
         tokens: int,
         dtype: torch.dtype,
         device: torch.device,
-        matrices: Sequence[QuantisedMatrix | GroupwiseMatrix],
-    ) -> QuantisedBuffers:
-        """matrices: all quantised weights of the model."""
+        matrices: Sequence[QuantizedMatrix | GroupwiseMatrix],
+    ) -> QuantizedBuffers:
+        """matrices: all quantized weights of the model."""
         few = min(tokens, max_small_rows(matrices))
         groupwise = [one for one in matrices if isinstance(one, GroupwiseMatrix)]
         return cls(
@@ -182,17 +182,17 @@ class QuantisedBuffers:
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of a GEMM's inputs: that to which quantised weights are converted without rounding."""
+    """The type of a GEMM's inputs: that to which quantized weights are converted without rounding."""
     return torch.float16 if dtype is torch.bfloat16 else dtype
 
 
 @dataclass(slots=True, eq=False)
-class QuantisedPass:
+class QuantizedPass:
     """The linear layers of one forward pass. `x` is its residual stream; `partial` is not yet added to it. `factors`
     are those of the last GEMM's output, if its scales are not applied yet."""
 
     x: Tensor
-    buffers: QuantisedBuffers
+    buffers: QuantizedBuffers
     workspace: LinearWorkspace
     group: RankGroup | None
     eps: float
@@ -202,7 +202,7 @@ class QuantisedPass:
 
     def norm_linear(self, weights: LinearWeights, out: Tensor, *, small: bool) -> None:
         """out = linear(norm(x)), with the gate's activation if `small`. `partial` is added to x first."""
-        assert weights.norm is not None, "the norm of a quantised weight is not folded into it"
+        assert weights.norm is not None, "the norm of a quantized weight is not folded into it"
         source, residual = (self.x, None) if self.partial is None else (self.partial, self.x)
         self.partial = None
         if small:
@@ -210,7 +210,7 @@ class QuantisedPass:
             rms_norm(source, weights.norm, self.eps, inputs, residual=residual, pdl=self.pdl)
             self._linear(inputs, weights, out)
             return
-        options = (source, residual, weights.norm, self.eps, weights.quantised, out)
+        options = (source, residual, weights.norm, self.eps, weights.quantized, out)
         self.factors = self.buffers.many.norm_linear(*options, factors=self.factors)
         if weights.bias is not None or not weights.gated:  # attention does not apply them
             self._apply_scales(out)
@@ -234,18 +234,18 @@ class QuantisedPass:
         self._sum_many(weights, gate_up, gated=True)
 
     def _linear(self, source: Tensor, weights: LinearWeights, out: Tensor, residual: Tensor | None = None) -> None:
-        tuning, matrix = quantised_tuning(weights, len(source)), weights.quantised
+        tuning, matrix = quantized_tuning(weights, len(source)), weights.quantized
         workspace = self.workspace if tuning.split_k > 1 else None
         options = (out, tuning, weights.bias, weights.gated, residual, workspace, self.pdl)
         if isinstance(matrix, GroupwiseMatrix):
             groupwise_linear(source, matrix, *options)
         elif matrix is not None:
-            quantised_linear(source, matrix, *options)
+            quantized_linear(source, matrix, *options)
 
     def _sum_many(self, weights: LinearWeights, source: Tensor, *, gated: bool = False) -> None:
         out = self.buffers.partial[: len(source)]
         many = self.buffers.many
-        self.factors = many.linear(source, weights.quantised, out, gated=gated, factors=self.factors)
+        self.factors = many.linear(source, weights.quantized, out, gated=gated, factors=self.factors)
         if weights.bias is not None or self.group is not None:
             self._apply_scales(out)
         if weights.bias is not None:
@@ -266,16 +266,16 @@ class QuantisedPass:
 
 
 def load_library_kernels(
-    layers: Sequence[tuple[LinearWeights, Tensor]], buffers: QuantisedBuffers, sizes: Iterable[int]
+    layers: Sequence[tuple[LinearWeights, Tensor]], buffers: QuantizedBuffers, sizes: Iterable[int]
 ) -> None:
     """Runs the library's GEMMs of some layers, each with a buffer for its output, for so many rows each: a kernel is
     loaded at first use."""
     for rows in sizes:
         for weights, out in layers:
-            buffers.many.load_kernel(weights.quantised, rows, out[:rows])
+            buffers.many.load_kernel(weights.quantized, rows, out[:rows])
 
 
-def quantise_decoder(decoder: Decoder, quantization: str, format: KernelFormat | None = None) -> None:
+def quantize_decoder(decoder: Decoder, quantization: str, format: KernelFormat | None = None) -> None:
     """Rounds the matrices of all layers, in place, one layer after the other; those that were stored so stay. Of a
     mixture of experts: those of the experts. What has no kernels, a plan has refused. format: of a checkpoint, so that
     a decoder without data has its kernels: where matrices differ in bits, the first half of the layers has the fewest.
@@ -283,7 +283,7 @@ def quantise_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
     layers: list[Any] = decoder.layers
     spec = decoder.spec
     if spec.has_experts:
-        _quantise_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
+        _quantize_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
         return
     if quantization == MXFP4.name:
         return
@@ -293,10 +293,10 @@ def quantise_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
 
     def rounded(weight: Tensor, bits: int) -> Any:
         if chosen is FP8:
-            return quantise_fp8(weight)
+            return quantize_fp8(weight)
         if chosen in GGUF_FORMATS:
-            return keep_quantised(quantise(weight, bits))
-        return quantise_int4(weight, group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size))
+            return keep_quantized(quantize(weight, bits))
+        return quantize_int4(weight, group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size))
 
     for index, layer in enumerate(layers):
         if not isinstance(layer.qkv, Tensor):
@@ -322,7 +322,7 @@ def keep_expanded(decoder: Decoder, free: int) -> None:
     decoder.precision = f"{decoder.precision}, for large batches also in {str(decoder.dtype).removeprefix('torch.')}"
 
 
-def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:
+def _quantize_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:
     """in_blocks: FP8 as this rank has it of a checkpoint with a scale per block."""
     layers: list[Any] = decoder.layers
     spec = decoder.spec
@@ -334,7 +334,7 @@ def _quantise_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -
     for index, layer in enumerate(layers):
         if isinstance(layer.mlp, MixtureOfExperts) and isinstance(layer.mlp.expert_gate_up, Tensor):
             matrices: dict[str, Any] = {
-                name: quantise_mxfp4(matrix) if quantization == MXFP4.name else quantise_fp8_experts(matrix, block)
+                name: quantize_mxfp4(matrix) if quantization == MXFP4.name else quantize_fp8_experts(matrix, block)
                 for name, matrix, block in (
                     ("expert_gate_up", layer.mlp.expert_gate_up, gate_up),
                     ("expert_down", layer.mlp.expert_down, down),
@@ -352,19 +352,19 @@ def keepers(plan: WeightsPlan, spec: ModelSpec) -> dict[str, Keep]:
     }
 
 
-def keep(tensor: PackedTensor) -> QuantisedMatrix | GroupwiseMatrix:
+def keep(tensor: PackedTensor) -> QuantizedMatrix | GroupwiseMatrix:
     """A matrix of a checkpoint, on the device of the tensor."""
     match tensor:
         case Fp8Tensor():
-            return QuantisedMatrix(tensor.values, tensor.scales.contiguous())
+            return QuantizedMatrix(tensor.values, tensor.scales.contiguous())
         case Int4Tensor():
             return pack_groupwise(tensor.values, tensor.scales, tensor.zeros, tensor.group)
-        case QuantisedTensor():
-            return keep_quantised(tensor)
+        case QuantizedTensor():
+            return keep_quantized(tensor)
     raise AssertionError(f"a plan keeps no {type(tensor).__name__}")
 
 
-def keep_quantised(tensor: QuantisedTensor) -> GroupwiseMatrix:
+def keep_quantized(tensor: QuantizedTensor) -> GroupwiseMatrix:
     return pack_with_offsets(tensor.values, tensor.scales, tensor.offsets, bits=tensor.bits)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda.model import CudaExperts, CudaModel
-from paceline.engine.cuda.quantised import quantise_decoder
+from paceline.engine.cuda.quantized import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder, MixtureOfExperts, scaled
@@ -35,14 +35,14 @@ from tests.resolving import plan_of
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
-def dequantised(model: Decoder) -> Decoder:
+def dequantized(model: Decoder) -> Decoder:
     """With experts as they are in fewer bits, in the dtype of the model."""
     layers: list[Any] = model.layers
     for index, layer in enumerate(layers):
         if isinstance(layer.mlp, MixtureOfExperts):
             matrices: Any = {name: getattr(layer.mlp, name) for name in ("expert_gate_up", "expert_down")}
             assert not any(isinstance(one, Tensor) for one in matrices.values())
-            mlp = replace(layer.mlp, **{name: one.dequantise() for name, one in matrices.items()})
+            mlp = replace(layer.mlp, **{name: one.dequantize() for name, one in matrices.items()})
             layers[index] = replace(layer, mlp=mlp)
     return model
 
@@ -65,7 +65,7 @@ def on_cpu(model: Decoder) -> list[list[int]]:
         ("tiny-gpt-oss", "mxfp4", None),
     ],
 )
-def test_a_forward_pass_is_that_of_dequantised_experts(
+def test_a_forward_pass_is_that_of_dequantized_experts(
     name: str, quantization: str, group: int | None, is_rank: bool, num_tokens: int
 ) -> None:
     """A scale per row, per block or for 32 columns; with a shared expert, biases, and layers without experts, which
@@ -74,7 +74,7 @@ def test_a_forward_pass_is_that_of_dequantised_experts(
     reference, model = decoder(name, **changes), decoder(name, **changes)
     spec = model.spec
     for one in (reference, model):
-        quantise_decoder(one, quantization, None if group is None else KernelFormat(group))
+        quantize_decoder(one, quantization, None if group is None else KernelFormat(group))
     if is_rank:
         model.group = ThreadGroup.of_size(1)[0]
     cuda = CudaModel(model, max_tokens=32, max_rows=4, tuning=small_tiles)
@@ -96,24 +96,24 @@ def test_a_forward_pass_is_that_of_dequantised_experts(
     tokens = torch.arange(7, 7 + num_tokens)
     cuda.input(num_tokens).copy_(scaled(reference.embedding[tokens], spec.embedding_scale))
     found = cuda.forward(num_tokens, attend, fused=False)
-    expected = dequantised(reference).forward(tokens, tokens, lambda index, q, k, v, sinks: repeat_values(v))
+    expected = dequantized(reference).forward(tokens, tokens, lambda index, q, k, v, sinks: repeat_values(v))
     assert relative_error(found, expected) < 1e-5
 
 
 def test_requests_are_answered_with_rounded_experts() -> None:
     """Prefill, mixed and decode batches. Weights that are kept in fewer bits cannot be replaced."""
     reference = decoder("tiny-qwen3-moe")
-    quantise_decoder(reference, "fp8")
+    quantize_decoder(reference, "fp8")
     llm, device = on_kernels("tiny-qwen3-moe", quantization="fp8")
     with llm:
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
-    assert found == on_cpu(dequantised(reference))
-    assert device.model.has_quantised_experts and not device.model.is_quantised and not device.capabilities.weights
+    assert found == on_cpu(dequantized(reference))
+    assert device.model.has_quantized_experts and not device.model.is_quantized and not device.capabilities.weights
 
 
 def test_columns_that_are_in_no_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="'mxfp4' and matrices have 56, 64 columns: they must be multiples of 32"):
         plan_of(shape("tiny-gpt-oss"), "cuda", quantization="mxfp4")
     dense = decoder("tiny-qwen3")
-    quantise_decoder(dense, "mxfp4")
+    quantize_decoder(dense, "mxfp4")
     assert isinstance(dense.layers[0].qkv, Tensor), "a draft model without experts stays as it is"

@@ -2,7 +2,7 @@
 
 They take as long as reading their weight, so half the bytes is what counts. Activations are float16 (RMSNorm writes
 them so): a weight becomes a float16 without rounding, by one instruction for two, and the result is that of the
-dequantised weights, up to the order of the sums. With more rows this conversion would take longer than reading.
+dequantized weights, up to the order of the sums. With more rows this conversion would take longer than reading.
 
 As in linear.py, the activation of a gate, a bias and the residual add are part of the kernel, and split_k has a fixed
 order.
@@ -24,7 +24,7 @@ from paceline.kernels.linear import LinearTuning, LinearWorkspace
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantisedMatrix:
+class QuantizedMatrix:
     """A weight [N, K] on a device: values [N, K] FP8, times the factor [N] float32 of their row."""
 
     values: torch.Tensor
@@ -39,34 +39,34 @@ class QuantisedMatrix:
     def num_bytes(self) -> int:
         return self.values.nbytes + self.factors.nbytes
 
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The reference implementation of what the kernels compute with."""
         return (self.values.float() * self.factors[:, None]).to(dtype)
 
 
-def quantise_fp8(weight: torch.Tensor) -> QuantisedMatrix:
+def quantize_fp8(weight: torch.Tensor) -> QuantizedMatrix:
     """Rounds a weight [N, K] to FP8, with a factor per row."""
     factors = weight.abs().amax(1).float().clamp_min(1e-12) / 448.0
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     for first in range(0, len(weight), 4096):  # in parts: float32 takes four times the memory
         rows = slice(first, first + 4096)
         values[rows] = (weight[rows].float() / factors[rows, None]).clamp(-448, 448).to(FP8)
-    return QuantisedMatrix(values, factors)
+    return QuantizedMatrix(values, factors)
 
 
-class Dequantisable(Protocol):
-    def dequantise(self, dtype: torch.dtype = torch.float32) -> torch.Tensor: ...
+class Dequantizable(Protocol):
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor: ...
 
 
-def quantised_linear_reference(
+def quantized_linear_reference(
     x: torch.Tensor,
-    weight: Dequantisable,
+    weight: Dequantizable,
     bias: torch.Tensor | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """In float64."""
-    out = x.double() @ weight.dequantise(torch.float64).T
+    out = x.double() @ weight.dequantize(torch.float64).T
     if bias is not None:
         out += bias.double()
     if gated:
@@ -127,7 +127,7 @@ def store_sums(
 
 @launched
 @triton.jit(do_not_specialize=["M"])
-def _quantised_linear_kernel(
+def _quantized_linear_kernel(
     x,
     weight,
     factors,
@@ -199,9 +199,9 @@ def _quantised_linear_kernel(
     )
 
 
-def quantised_linear(
+def quantized_linear(
     x: torch.Tensor,
-    weight: QuantisedMatrix,
+    weight: QuantizedMatrix,
     out: torch.Tensor,
     tuning: LinearTuning,
     bias: torch.Tensor | None = None,
@@ -218,7 +218,7 @@ def quantised_linear(
     columns = out.shape[1]
     t = tuning
     assert t.split_k == 1 or (workspace is not None and not gated), "split_k needs a workspace and excludes a gate"
-    _quantised_linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](
+    _quantized_linear_kernel[(cdiv(rows, t.block_m), cdiv(columns, t.block_n), t.split_k)](
         x,
         weight.values,
         weight.factors,
