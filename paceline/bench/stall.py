@@ -6,8 +6,8 @@
 
 Streams run, and one request for one token after the other, all of one tenant. Another tenant sends the attacks of the
 table `ATTACKS`. Each row compares the seconds of an attack with those just before it: the time between two events of a
-stream, the time that a request for one token takes, and that of /health. A row passes if the longest gap and the longest
-wait are at most `MAX_MORE_MS` longer.
+stream, the time that a request for one token takes, and that of /health. A row passes if the longest gap and the
+longest wait are at most `MAX_MORE_MS` longer.
 """
 
 from __future__ import annotations
