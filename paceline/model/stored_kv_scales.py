@@ -19,7 +19,7 @@ _OF_BOTH = re.compile(r"(?<=\.self_attn\.)kv_scale$")
 
 def with_kv_scale_names(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Tensors by name, with one form of the names of scales."""
-    found = {}
+    found: dict[str, StoredTensor] = {}
     for name, tensor in stored.items():
         if _OF_BOTH.search(name):
             found |= {_OF_BOTH.sub(f"{part}_scale", name): tensor for part in "kv"}
