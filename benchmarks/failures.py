@@ -4,8 +4,9 @@
     python benchmarks/failures.py replicas tp    # some of the servers only
 
 Clients stream short completions without a pause, each on a connection of its own. A request is lost if its stream ends
-with an error or breaks off, and refused if it gets an error instead of a stream. A link is cut by a proxy that forwards
-nothing any more and closes nothing, as a network does.
+with an error or breaks off, and refused if it gets an error instead of a stream. Where a process for long bodies or for
+grammars is the victim, every request needs it. A link is cut by a proxy that forwards nothing any more and closes
+nothing, as a network does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -43,6 +45,8 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "tp": (*TINY, "--tp", "2"),
     "pp": (*TINY, "--pp", "2"),
     "prefill-replicas": (*PREFILL, "--replicas", "3", "--prefill-replicas", "1"),
+    "bodies": VIRTUAL,
+    "grammars": TINY,
 }
 ROLES = {
     "one engine": ("engine", "front end", "supervisor"),
@@ -50,6 +54,14 @@ ROLES = {
     "tp": ("rank 0", "rank 1"),
     "pp": ("stage 0", "stage 1"),
     "prefill-replicas": ("prefill engine", "decode engine"),
+    "bodies": ("process for long bodies",),
+    "grammars": ("process for grammars",),
+}
+_number = itertools.count()
+# What makes every request of a role need its process: a body of more than 4 KB, and a grammar that no other one has.
+NEEDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "process for long bodies": lambda: {"metadata": {"padding": "x" * 5000}},
+    "process for grammars": lambda: {"guided_regex": f"(a|b){{0,9}}{next(_number)}", "ignore_eos": False},
 }
 
 
@@ -78,6 +90,12 @@ class Server:
                 return self.pids("server.front_end")
             case "rank 1" | "stage 1":
                 return self.pids("engine.rank_process")
+            case "process for long bodies":
+                return self.pids("server.body_workers")
+            case "process for grammars":
+                # It forks a child for each trial.
+                found = self.pids("sampling.grammar_trials")
+                return [one for one in found if psutil.Process(one).ppid() not in found]
             case "prefill engine" | "decode engine":
                 engines = self.pids("server.engine_process")
                 return [one for one in engines if _listens_for_kv(one) == (role == "prefill engine")]
@@ -148,8 +166,9 @@ class Done:
 class Load:
     """Clients on an event loop of their own."""
 
-    def __init__(self, port: int) -> None:
-        self.port, self.done, self.open = port, list[Done](), set[float]()
+    def __init__(self, port: int, more: Callable[[], dict[str, Any]] = dict) -> None:
+        """`more`: fields of each request."""
+        self.port, self.more, self.done, self.open = port, more, list[Done](), set[float]()
         self._stopping = False
         self._rng = random.Random(0)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
@@ -179,13 +198,12 @@ class Load:
 
     async def _request(self) -> str:
         prompt = [self._rng.randrange(3, 500) for _ in range(64)]
-        body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": True, "model": "m"}
+        body = {"prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": True, "model": "m", **self.more()}
         data = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
-            )
+            lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Connection: close"]
+            head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""])
             writer.write(head.encode() + data)
             raw = b""
             while piece := await reader.read(65536):
@@ -200,9 +218,15 @@ class Load:
 # ---------------------------------------------------------------------- faults
 
 
-def measure(server: Server, fault: Callable[[], None], is_whole: Callable[[], bool], label: str) -> None:
+def measure(
+    server: Server,
+    fault: Callable[[], None],
+    is_whole: Callable[[], bool],
+    label: str,
+    more: Callable[[], dict[str, Any]] = dict,
+) -> None:
     """Prints a row of the table. `fault` returns when it is over, if somebody must end it."""
-    load = Load(server.port)
+    load = Load(server.port, more)
     time.sleep(BASELINE_S)
     usual = sorted(one.ended - one.began for one in load.done) or [BASELINE_S]
     slow_s = 1.0 + 2 * usual[int(0.9 * (len(usual) - 1))]
@@ -246,7 +270,9 @@ def run(name: str) -> None:
                     now = server.of_role(role)
                     return victim not in now and len(now) == count and server.is_whole()
 
-                measure(server, fault, is_whole, f"{label} | {role} | {signal.Signals(number).name}")
+                measure(
+                    server, fault, is_whole, f"{label} | {role} | {signal.Signals(number).name}", NEEDS.get(role, dict)
+                )
 
 
 class Link:

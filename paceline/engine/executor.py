@@ -117,6 +117,14 @@ class Executor(ABC):
         Copies from the device and waits for the copy, but for no pass."""
         return ()
 
+    @property
+    def may_capture(self) -> bool:
+        """Whether the next launch may capture CUDA graphs: no pass runs. With ranks, rank 0 decides for all."""
+        return False
+
+    def let_capture(self, may_capture: bool) -> None:  # noqa: B027 -- optional
+        """What rank 0 has decided about the next launch. Ranks must have the same graphs."""
+
     @abstractmethod
     def launch(self, plan: Plan) -> Pending:
         """Starts a pass and returns at once. Passes run in launch order."""

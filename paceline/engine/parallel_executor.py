@@ -141,7 +141,7 @@ class ParallelExecutor(RankedExecutor):
         return self.local.expert_rows  # all ranks have a part of every expert
 
     def launch(self, plan: Plan) -> Pending:
-        self._ranks.send(LaunchPass(plan))  # first: the others begin while this rank launches
+        self._send_launch(plan, delayed=False)  # first: the others begin while this rank launches
         with rank_errors(self._ranks):
             return _ParallelPending(self.local.launch(plan), self._ranks)
 
@@ -149,9 +149,14 @@ class ParallelExecutor(RankedExecutor):
         self.local.prepare(plan)
 
     def launch_delayed(self, plan: Plan) -> DelayedPending:
-        self._ranks.send(LaunchPass(plan, delayed=True))
+        self._send_launch(plan, delayed=True)
         with rank_errors(self._ranks):
             return _ParallelDelayed(self.local.launch_delayed(plan), self._ranks)
+
+    def _send_launch(self, plan: Plan, *, delayed: bool) -> None:
+        may_capture = self.local.may_capture  # once: it may be true a moment later
+        self._ranks.send(LaunchPass(plan, delayed, may_capture))
+        self.local.let_capture(may_capture)
 
     def run_background_work(self) -> bool:
         self._ranks.send(RunBackgroundWork())

@@ -41,6 +41,7 @@ class UsePages(msgspec.Struct, frozen=True, tag=True):
 class LaunchPass(msgspec.Struct, frozen=True, tag=True):
     plan: Plan
     delayed: bool = False
+    may_capture: bool = False  # CUDA graphs; of tensor parallelism, since stages have graphs of their own
 
 
 class SamplePass(msgspec.Struct, frozen=True, tag=True):

@@ -70,6 +70,7 @@ def run_rank(executor: Executor, read: Callable[[], bytes | None], report: Repor
             launched.pop(0).wait()
         if isinstance(message, LaunchPass):
             adapters.add_for(message.plan)
+            executor.let_capture(message.may_capture)
         match message:
             case LaunchPass(plan, False):
                 launched.append(executor.launch(plan))

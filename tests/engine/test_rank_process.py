@@ -39,6 +39,8 @@ class CountingExecutor:
         self.num_launched, self.waited = 0, list[int]()
         self.closed = False
 
+    def let_capture(self, may_capture: bool) -> None: ...
+
     def launch(self, plan: Any) -> Any:
         assert self.num_launched - len(self.waited) < 2, "buffers and events of two passes exist"
         number, executor = self.num_launched, self

@@ -85,6 +85,13 @@ class TurnExecutor(Executor):
         self._executor = executor
         self.capabilities = executor.capabilities
 
+    @property
+    def may_capture(self) -> bool:
+        return self._executor.may_capture
+
+    def let_capture(self, may_capture: bool) -> None:
+        self._executor.let_capture(may_capture)
+
     def launch(self, plan: Plan) -> Pending:
         with LOCK:
             return self._executor.launch(plan)
@@ -241,6 +248,30 @@ def test_ranks_give_the_tokens_of_the_cpu(name: str, size: int) -> None:
     tokens = [executor.state.token_pool for executor in executors]
     assert all(torch.equal(one, tokens[0]) for one in tokens), "all ranks have the same tokens"
     assert all(executor.stats.graphs > 0 for executor in executors)
+
+
+def test_ranks_capture_the_same_graphs_and_none_while_the_device_of_rank_0_is_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the other rank sees: here its device is busy when that of rank 0 is idle."""
+    busy: set[int] = {0}  # ranks
+    llm, executors = on_ranks("tiny-qwen3", 2)
+    for device in executors:
+        device.run_background_work = lambda: False  # type: ignore[method-assign]
+    monkeypatch.setattr(CudaExecutor, "may_capture", property(lambda device: executors.index(device) not in busy))
+
+    def graphs() -> list[list[Any]]:
+        return [list(device.graphs._graphs) for device in executors]
+
+    prompts, params = PROMPTS[:1], replace(GREEDY, max_tokens=6)
+    with llm:
+        before = graphs()
+        assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen3", prompts, params)
+        assert graphs() == before, "rank 0 is busy"
+        busy = {1}
+        assert [one.token_ids for one in llm.generate(prompts, params)] == expected("tiny-qwen3", prompts, params)
+        found = graphs()
+    assert found[0] == found[1] and len(found[0]) > len(before[0])
 
 
 @pytest.mark.parametrize("transport", ["shared", "tcp"])

@@ -326,6 +326,7 @@ class CudaExecutor(Executor):
         self._count = 0  # of launched passes
         self._prepared: tuple[Plan, PassBuffers, PackedBatch] | None = None  # for the next launch
         self._last_end: CudaEvent | None = None
+        self._let_capture = False  # with ranks: in the next launch
         self.watch = LaunchWatch(lambda: self.graphs.capture_s, streams.reserved_memory)
         streams.synchronize()  # buffers were filled on the default stream: finish before the engine stream begins
 
@@ -453,6 +454,13 @@ class CudaExecutor(Executor):
         find them."""
         self._packer.add_tokens(slots, positions, tokens)
 
+    @property
+    def may_capture(self) -> bool:
+        return self._last_end is None or self._last_end.query()
+
+    def let_capture(self, may_capture: bool) -> None:
+        self._let_capture = may_capture
+
     def launch(self, plan: Plan) -> CudaPending:
         """Starts a pass and returns at once. Passes run in launch order."""
         return self._start(plan, delayed=False)
@@ -493,8 +501,7 @@ class CudaExecutor(Executor):
         logits = index = after = None
         num_drafts = 0
         prompt_logprobs: Sequence[LogprobRequest] = ()
-        # Ranks must have the same graphs, whichever of them is ahead.
-        may_capture = self.model.group is not None or previous is None or previous.query()
+        may_capture = self.may_capture if self.model.group is None else self._let_capture
         with streams.use(streams.engine):
             if packed.num_words:
                 buffers.uploaded.wait(streams.engine)
@@ -639,8 +646,7 @@ class CudaExecutor(Executor):
         with streams.use(streams.engine):
             if after is not None:
                 sampling.masks.arrived.wait(streams.engine)
-                # Never behind this pass's own logits; with ranks as above.
-                self._replay(pending.bucket, after, may_capture=self.model.group is not None)
+                self._replay(pending.bucket, after, may_capture=False)  # never behind this pass's own logits
             elif logits is not None:
                 if masks is not None:
                     sampling.masks.arrived.wait(streams.engine)
