@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,11 +73,13 @@ def _load(engine: Engine, path: Path, spec: ModelSpec, announced: contextlib.Exi
     """The weights at `path` in host memory, if their shape is `spec`; with ranks, those of rank 0, when the others have
     theirs. announced: is closed if they are not used."""
     from paceline.model.files import open_files
+    from paceline.model.read_spec import read_spec
 
     executor, dtype = engine.executor, engine.info.dtype
     try:
         source = WeightSource.of(path, dtype, engine.scheduler.config.context_tokens)
-        _check_shape(open_files(path).spec, spec)
+        _check_shape(read_spec(path), spec)
+        open_files(path)  # checks names and shapes
         check_models_fit([spec], spec.num_parameters * (4 if dtype == "float32" else 2), free=free_memory())
         announced.callback(_drop, engine)
         engine.call(lambda _: executor.announce_weights(source)).result()
@@ -93,10 +96,25 @@ def _drop(engine: Engine) -> None:
 
 
 def _check_shape(found: ModelSpec, spec: ModelSpec) -> None:
-    for field in dataclasses.fields(spec):
-        ours, theirs = getattr(spec, field.name), getattr(found, field.name)
-        if field.name not in _IGNORED_FIELDS and ours != theirs:
+    for name, theirs, ours in _differences(found, spec):
+        if name not in _IGNORED_FIELDS:
             raise InvalidRequest(
-                f"path has a model with {field.name} {theirs!r}, the served one has {ours!r}: give weights of the same "
-                "shape."
+                f"path has a model with {name} {theirs!r}, the served one has {ours!r}: give weights of the same shape."
             )
+
+
+def _differences(one: object, other: object, name: str = "") -> Iterator[tuple[str, object, object]]:
+    """The innermost fields in which two values differ, such as layers[3].mixer.window."""
+    if one == other:
+        return
+    if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for index, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differences(*pair, f"{name}[{index}]")
+    elif isinstance(one, tuple) and isinstance(other, tuple):
+        yield f"num_{name}", len(one), len(other)
+    elif dataclasses.is_dataclass(one) and type(one) is type(other):
+        for field in dataclasses.fields(one):
+            path = f"{name}.{field.name}" if name else field.name
+            yield from _differences(getattr(one, field.name), getattr(other, field.name), path)
+    else:
+        yield name, one, other

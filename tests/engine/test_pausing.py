@@ -326,7 +326,7 @@ def test_weights_that_do_not_fit_change_nothing(engine: Engine, folder: Path, tm
         update_weights(engine, short)
     config = json.loads((folder / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
-    with pytest.raises(InvalidRequest, match="path has a model with ropes"):
+    with pytest.raises(InvalidRequest, match=r"a model with layers\[0\].mixer.rope.theta 5.0, the served one"):
         update_weights(engine, short)
     with pytest.raises(InvalidRequest, match="mode is 'later': choose one of wait, abort, continue"):
         update_weights(engine, folder, mode="later")

@@ -231,7 +231,8 @@ def test_options_that_change_nothing_are_read(folder: Path) -> None:
     plain = {"use_qk_norm": False, "is_causal": True, "logits_scaling": 1, "clip_qkv": None, "qk_layernorm": False}
     change_config(folder, **plain, use_bidirectional_attention=False, layer_types=["full_attention"] * 3)
     assert read_spec(folder) == expected
-    plain = {"qk_norm": False, "alibi": False, "parallel_attn": False, "softmax_scale": expected.head_dim**-0.5}
+    scale = expected.layers[0].mixer.head_dim ** -0.5
+    plain = {"qk_norm": False, "alibi": False, "parallel_attn": False, "softmax_scale": scale}
     change_config(folder, **plain, use_linear_attention=False, attention_chunk_size=None)
     assert read_spec(folder) == expected
     change_config(folder, architectures=["GraniteForCausalLM"], logits_scaling=8.0)

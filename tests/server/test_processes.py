@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
@@ -35,6 +34,7 @@ from tests.server.virtual import (
     virtual,
     wait_until,
 )
+from tests.tiny_folder import save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +245,7 @@ def test_many_concurrent_clients_get_complete_responses(server: ServerProcess) -
         (("--executor", "virtual", "--model", "x"), "which runs no model: remove model, load and shape."),
         (("--executor", "virtual", "--num-pages", "4", "--kv-tokens", "64"), "give one of them."),
         (("--load", "random", "--shape", "no-such"), "no-such"),
-        (("--config", "/no/such/file.toml"), "cannot be read"),
+        (("--config", "no-such-file.toml"), "cannot be read"),
     ],
 )
 def test_a_server_that_cannot_start_reports_why_and_exits(arguments: tuple[str, ...], message: str) -> None:
@@ -261,24 +261,14 @@ def test_a_server_that_cannot_start_reports_why_and_exits(arguments: tuple[str, 
 
 def test_a_tokenizer_that_cannot_be_used_ends_the_start_with_one_message(tmp_path: Path) -> None:
     """All at once: each start takes seconds."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 300,
-        **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1),
-        **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings"), 64),
-        "rms_norm_eps": 1e-6,
-    }
     cases = {
         "broken": ("{", "tokenizer.json cannot be read"),
         "larger": (synthetic_tokenizer(400).to_json(), "the tokenizer has 400 tokens and the model only 300"),
     }
     starts = {}
     for name, (tokenizer, _) in cases.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = save_tiny_model(tmp_path / name, vocab_size=300)
         (folder / "tokenizer.json").write_text(tokenizer)
-        (folder / "model.safetensors").write_bytes(b"")
         command = [sys.executable, "-m", "paceline.cli", "serve", "--port", "0", "--model", str(folder)]
         command += ["--workers", "2"] if name == "broken" else []
         starts[name] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -138,7 +138,7 @@ def test_a_server_with_json_logs_writes_nothing_else() -> None:
         (("--frobnicate",), "No such option: --frobnicate", 2),
         (("--tensor-parallel-size", "2"), "--tensor-parallel-size is no option: here it is called --tp", 2),
         (("--max-connections", "0"), "max_connections is 0: must be at least 1.", 2),
-        (("--config", "/no/such.toml"), "config is '/no/such.toml', which cannot be read", 2),
+        (("--config", "/no/such.toml"), "config is '/no/such.toml', which cannot be read", 75),
         (("one", "two"), "unexpected extra argument", 2),
     ],
 )
