@@ -309,7 +309,7 @@ MUTANTS = [
     Mutant(
         "the router hashes tokens and not keys",
         "engine/job.py",
-        "return self.prompt if self.keys is UNSET else self.keys",
+        "return self.keys if len(self.keys) else self.prompt",
         "return self.prompt",
         ("tests/server/test_replicas.py", "tests/engine/test_keys.py"),
     ),

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET
 
 from paceline.cluster.breaker import CircuitBreaker
 from paceline.cluster.kv_connection import JOIN_S, KvConnection, Waitable, connect, greet
@@ -369,7 +368,7 @@ class RemotePrefill:
             priority=job.priority,
             timeout_s=limit_s,
             front_end=waiting.front_end,
-            keys=b"" if job.keys is UNSET else job.keys[: reservation.end_page * size].tobytes(),
+            keys=job.keys[: reservation.end_page * size].tobytes(),
         )
         peer.send(message, after=(fence,))
         self._apply(outcomes)

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import UNSET
 
 from paceline.cluster.handshakes import LOG_INTERVAL_S, Handshakes, RejectionLog, group_of
 from paceline.cluster.kv_connection import HANDSHAKE_S, JOIN_S, KvConnection, bind, set_options, welcome
@@ -349,7 +348,7 @@ class PrefillServer:
             cache_salt=start.cache_salt,
             stream=False,
             is_exported=True,
-            keys=np.frombuffer(start.keys, np.int32) if start.keys else UNSET,
+            keys=np.frombuffer(start.keys, np.int32),
         )
 
     def cancel(self, link: _Link, id: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from msgspec import UNSET, UnsetType
-
 from paceline.request import SAME_AS_TOKENS, SamplingParams, Tokens, as_tokens, keys_of
 from paceline.scheduler.plan import NO_TOKENS
 
@@ -33,21 +31,21 @@ class Job:
     is_exported: bool = False  # the pages of its prompt are copied to another engine
     num_prefilled: int = 0  # prompt tokens that another engine has computed for it: they do not count as cached
 
-    # What prefixes of the prompt are compared by, if that is not its tokens: see `Request.keys`. UNSET is not encoded.
-    keys: Tokens | UnsetType = UNSET
+    # What prefixes of the prompt are compared by (`Request.keys`); empty: its tokens.
+    keys: Tokens = field(default_factory=lambda: NO_TOKENS)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", as_tokens(self.prompt))
-        if self.keys is not UNSET:
+        if len(self.keys):
             object.__setattr__(self, "keys", keys_of(self.prompt, self.keys))
         object.__setattr__(self, "draft_source", as_tokens(self.draft_source, "draft_source"))
 
     @property
     def request_keys(self) -> Tokens:
         """As a `Request` takes them."""
-        return SAME_AS_TOKENS if self.keys is UNSET else self.keys
+        return self.keys if len(self.keys) else SAME_AS_TOKENS
 
     @property
     def prefix_keys(self) -> Tokens:
         """One for each token of the prompt."""
-        return self.prompt if self.keys is UNSET else self.keys
+        return self.keys if len(self.keys) else self.prompt

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,17 +186,26 @@ def test_new_weights_reach_all_replicas_and_those_that_are_restarted(folder: Pat
     with serving(*TINY, "--replicas", "2") as server:
         url = server.url
 
+        prompts = itertools.count()
+
+        def served() -> list[float]:
+            """By each engine."""
+            name = r'paceline_request_success_total\{finished_reason="length",replica="(\d)"\} (\S+)'
+            found = re.findall(name, httpx.get(f"{url}/metrics", timeout=60, headers=KEY).text)
+            return [float(count) for _, count in sorted(found)]
+
+        def ask(_: int) -> set[str]:
+            body = {"model": "tiny-qwen3", "prompt": [next(prompts) % 300] * 40, "max_tokens": 2, "temperature": 0}
+            response = httpx.post(url + COMPLETIONS, json=body, timeout=60)
+            assert response.status_code == 200, response.text
+            return set(response.json()["weight_versions"])
+
         def versions() -> set[str]:
-            """Of requests that share nothing, so that both engines get some."""
-            found: set[str] = set()
-            for number in range(8):
-                body = {"model": "tiny-qwen3", "prompt": [number] * 40, "max_tokens": 2, "temperature": 0}
-                response = httpx.post(url + COMPLETIONS, json=body, timeout=60)
-                assert response.status_code == 200, response.text
-                found |= set(response.json()["weight_versions"])
-            metrics = httpx.get(f"{url}/metrics", timeout=60, headers=KEY).text
-            assert 'paceline_request_success_total{finished_reason="length",replica="0"} 0.0' not in metrics
-            assert 'paceline_request_success_total{finished_reason="length",replica="1"} 0.0' not in metrics
+            """Of requests that share nothing, so many at a time that both engines get some."""
+            found, before = set(), served()
+            with ThreadPoolExecutor(16) as clients:
+                while not all(now > then for now, then in zip(served(), before, strict=True)):
+                    found |= set().union(*clients.map(ask, range(16)))
             return found
 
         assert versions() == {"0"}
