@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +25,12 @@ from paceline.request import GRAMMAR_LIMIT, Grammar, InvalidRequest
 from paceline.sampling.grammar_source import (
     GrammarText,
     TokenizerArguments,
+    TrialTimeout,
     cannot_be_compiled,
     compiled,
     llguidance_source,
     one_line_error,
 )
-from paceline.sampling.grammar_trials import GrammarTrials, TrialTimeout
 from paceline.sampling.mask_worker import MaskWorker
 from paceline.sampling.matcher import CompiledGrammar, GrammarMatcher, MaskRow, consume, fill_draft_masks, fill_masks
 from paceline.sampling.turns import Turns
@@ -38,6 +38,9 @@ from paceline.sampling.types import Bits, Drafts, Masks
 from paceline.scheduler.plan import Updates
 from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from paceline.sampling.grammar_trials import GrammarTrials
 
 _MAX_COMPILED = 512  # cached grammars
 _NUM_COMPILERS = 4  # most of the time they wait for the processes of trials
@@ -121,6 +124,8 @@ class Grammars:
         """From now on grammars are compiled in another process first, for grammars of clients that are not trusted.
         `max_per_tenant`: how many of one tenant at a time. Raises InvalidRequest if llguidance cannot use this
         tokenizer."""
+        from paceline.sampling.grammar_trials import GrammarTrials  # needs msgspec, which a minimal GPU host may lack
+
         self.set_up()
         self._turns.max_per_tenant = max_per_tenant
         self._trials = GrammarTrials(self._arguments())

@@ -9,10 +9,10 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -51,7 +51,12 @@ _NAMES = {
 }
 
 
-class TokenizerArguments(msgspec.Struct, frozen=True):
+class TrialTimeout(InvalidRequest):
+    """A grammar was not tried: nothing is known of it, so it can be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerArguments:
     """The arguments of llguidance's tokenizer."""
 
     tokenizer: str  # as JSON
@@ -65,7 +70,8 @@ class TokenizerArguments(msgspec.Struct, frozen=True):
         )
 
 
-class GrammarText(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class GrammarText:
     """A grammar whose markers of reasoning are literals of Lark."""
 
     kind: str

@@ -30,6 +30,7 @@ from paceline.request import InvalidRequest, PacelineError
 from paceline.sampling.grammar_source import (
     GrammarText,
     TokenizerArguments,
+    TrialTimeout,
     cannot_be_compiled,
     compiled,
     llguidance_source,
@@ -141,10 +142,6 @@ class GrammarTrials:
             self._process.kill()
             self._process.wait()
         self._process = self._socket = None
-
-
-class TrialTimeout(InvalidRequest):
-    """The grammar was not tried: nothing is known of it, so it can be tried again."""
 
 
 def _send(connection: socket.socket, data: bytes) -> None:
