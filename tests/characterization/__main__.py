@@ -143,7 +143,7 @@ def summarise(records: Iterable[Record]) -> None:
     for device in ("reference", "cpu", "cuda", "all"):
         print(
             f"{device:10}",
-            *(f"{kind} {outcomes[device, kind]:5}" for kind in ("runs", "resolved", "refused", "failed")),
+            *(f"{kind} {outcomes[device, kind]:5}" for kind in _OUTCOMES),
         )
     for text, names in sorted(groups.items()):
         print(f"\n{len(names):5}  {text}")
