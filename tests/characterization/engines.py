@@ -12,6 +12,7 @@ import gc
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,10 @@ from tests.parallel.test_cuda import LOCK, TurnExecutor, TurnGroup
 DEVICES = ("reference", "cpu", "cuda")
 _GIB = 1 << 30
 _BUILD: Any = build  # whose parts are replaced
+# The functions of this package hide some of its modules.
+_assemble, _executor, _facts, _load, _rank = (
+    import_module(f"paceline.engine.build.{name}") for name in ("assemble", "executor", "facts", "load", "ranks")
+)
 _CUDA_BUILD: Any = cuda_build
 _Patch = tuple[Any, str, Any]  # where, name, value
 
@@ -58,7 +63,7 @@ def build_on(
     if on_gpu:
         patches += _pretended(keep_dtype)
     elif device == "reference":
-        patches.append((build, "_arranged", lambda decoder: decoder))
+        patches.append((_load, "_arranged", lambda decoder: decoder))
     with ExitStack() as stack:
         for place, name, value in patches:
             stack.enter_context(patch.object(place, name, value))
@@ -70,27 +75,22 @@ def build_on(
 
 
 def _observers(facts: dict[str, Any], resolve_only: bool) -> Iterator[_Patch]:
-    choose, check, assemble = _BUILD.choose_precision, _BUILD.check_models_fit, _BUILD.assemble
+    resolve, assemble = _BUILD.resolve_here, _BUILD.assemble
 
-    def choosing(config: Any, *arguments: Any) -> Any:
-        found = choose(config, *arguments)
-        facts.setdefault("quantization", found.quantization)  # the first is that of the model, not of its draft model
-        facts.setdefault("dtype", found.dtype)
-        return found
-
-    def checking(specs: Any, num_bytes: int, **options: Any) -> None:
-        facts["planned_bytes"] = num_bytes
-        check(specs, num_bytes, **options)
+    def resolving(*arguments: Any, **options: Any) -> Any:
+        found = resolve(*arguments, **options)
+        facts["quantization"], facts["dtype"] = found.weights.quantization, found.weights.dtype
+        facts["planned_bytes"] = sum(plan.loading_bytes for plan in found.plans)
         if resolve_only:
             raise NotLoaded
+        return found
 
     def assembling(decoder: Any, *arguments: Any, **options: Any) -> Engine:
         facts["loaded_bytes"] = _num_bytes(decoder)
         engine: Engine = assemble(decoder, *arguments, **options)
         return engine
 
-    yield build, "choose_precision", choosing
-    yield build, "check_models_fit", checking
+    yield build, "resolve_here", resolving
     yield build, "assemble", assembling
 
 
@@ -127,7 +127,7 @@ def _num_bytes(model: Any) -> int:
 
 
 def _pretended(keep_dtype: bool) -> Iterator[_Patch]:
-    load, make = _BUILD.load_decoder, _CUDA_BUILD.build_cuda
+    load, make = _load.load_decoder, _CUDA_BUILD.build_cuda
 
     def loading(path: Any, **options: Any) -> Any:
         dtype = options["dtype"] if keep_dtype else "float32"
@@ -141,11 +141,14 @@ def _pretended(keep_dtype: bool) -> Iterator[_Patch]:
     yield torch.cuda, "device_count", lambda: 8
     yield torch.cuda, "get_device_name", lambda *_: "interpreter"
     yield torch.cuda, "set_device", lambda *_: None
-    yield build, "choose_device", lambda _: "cuda"
-    yield build, "load_decoder", loading
-    yield build, "_arranged", lambda decoder: decoder
-    yield build, "_device_of", lambda _: "cuda"
-    yield build, "_prepare_kernels", lambda *_, **__: SimpleNamespace(finish=lambda: None)
+    for place in (build, _facts):
+        yield place, "choose_device", lambda _: "cuda"
+    yield _load, "load_decoder", loading
+    yield _load, "_arranged", lambda decoder: decoder
+    for place in (_executor, _assemble):
+        yield place, "device_of", lambda _: "cuda"
+    for place in (build, _executor, _rank):
+        yield place, "prepare_kernels", lambda *_, **__: SimpleNamespace(finish=lambda: None)
     yield cuda_build, "build_cuda", making
 
 
@@ -171,7 +174,7 @@ class _Ranks:
     def _build(self, setup: Any, rank: int) -> None:
         try:
             with LOCK if self.on_gpu else nullcontext():
-                found = build.build_rank(setup, rank, self.size, lambda num_pages: num_pages)
+                found = _rank.build_rank(setup, rank, self.size, lambda num_pages: num_pages)
             self._executors[rank - 1] = TurnExecutor(found) if self.on_gpu else found  # type: ignore[arg-type]
         except BaseException as error:
             self._executors[rank - 1] = error
@@ -219,8 +222,9 @@ def _ranks(on_gpu: bool) -> Iterator[_Patch]:
         return parallel(TurnExecutor(executor), ranks)
 
     yield rank_processes, "RankProcesses", starting
-    yield build, "_links", links
-    yield build, "listen", lambda: (None, 0)
-    yield build, "connect", lambda _: None
+    for place in (build, _rank):
+        yield place, "links", links
+    yield _rank, "listen", lambda: (None, 0)
+    yield _rank, "connect", lambda _: None
     if on_gpu:
         yield parallel_executor, "ParallelExecutor", in_turns
