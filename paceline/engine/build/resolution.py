@@ -124,7 +124,7 @@ def resolve(
     if device.free_bytes is not None:
         check_models_fit(specs, num_bytes, free=device.free_bytes * (config.num_ranks if device.kind == CUDA else 1))
     found = [
-        OptionChoice("device", device.kind, device.name if config.device == AUTO else "as given"),
+        OptionChoice("device", device.kind, f"found: {device.name}" if config.device == AUTO else "as given"),
         OptionChoice(
             "dtype", weights.dtype, f"the default of device {device.kind}" if config.dtype == AUTO else "as given"
         ),
