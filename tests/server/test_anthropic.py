@@ -193,7 +193,7 @@ def test_a_coding_agents_request_is_served(scripted: ScriptedCaller) -> None:
 
 def test_a_json_schema_constrains_the_output(caller: Caller) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    reply = create(caller, max_tokens=60, output_config={"format": {"type": "json_schema", "schema": schema}})
+    reply = create(caller, max_tokens=200, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert json.loads(reply.content[0].text)["a"] in (1, 2)
 
 

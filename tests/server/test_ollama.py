@@ -167,7 +167,7 @@ def test_options_are_sampling_parameters(scripted: ScriptedCaller) -> None:
 
 def test_format_is_json_or_a_schema(caller: Caller) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    reply = chat(caller, format=schema, options={"num_predict": 60, "seed": 1})
+    reply = chat(caller, format=schema, options={"num_predict": 200, "seed": 1})
     assert json.loads(reply.message.content or "")["a"] in (1, 2)
     reply = chat(caller, format="json", options={"num_predict": 20, "seed": 1})
     assert (reply.message.content or "").lstrip().startswith("{")

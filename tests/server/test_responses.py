@@ -138,7 +138,7 @@ def test_a_forced_call_and_a_json_schema_are_honoured(caller: Caller) -> None:
     assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     format: Any = {"type": "json_schema", "name": "a", "schema": schema, "strict": True}
-    reply = create(caller, text={"format": format}, max_output_tokens=60)
+    reply = create(caller, text={"format": format}, max_output_tokens=200)
     assert json.loads(reply.output_text)["a"] in (1, 2) and reply.status == "completed"
 
 
