@@ -832,6 +832,13 @@ MUTANTS = [
         ("tests/scheduler/test_admission.py",),
     ),
     Mutant(
+        "the long prompts of one tenant hide the short ones of others",
+        "scheduler/admission.py",
+        "            self._pass_over(request.tenant)\n",
+        "",
+        ("tests/scheduler/test_admission.py",),
+    ),
+    Mutant(
         "the context of prompt tokens does not count in measured batches",
         "scheduler/step_time.py",
         "            recent.append(_Batch(num_tokens + pairs / self._double_cost_context, num_tokens, seconds))",

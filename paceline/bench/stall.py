@@ -19,7 +19,6 @@ import random
 import shlex
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -28,7 +27,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,9 +41,9 @@ from paceline.config import ConfigError
 
 # 64 streams then load a slow core by less than half. What prompts that are accepted take of the device is bounded by
 # `itl_target`: the rest is what the table is about.
-DEFAULT_START = "--executor virtual --virtual-slowdown 8 --itl-target 0.04"
-# The virtual GPU has no logits, and so no grammars.
-GRAMMAR_START = "--load random --shape tiny-qwen3"
+DEFAULT_START = "--executor virtual --virtual-slowdown 8 --itl-target 0.015"
+# The virtual GPU has no logits, and so no grammars. Slots and memory for more than the streams.
+GRAMMAR_START = "--load random --shape tiny-qwen3 --max-running 128 --kv-tokens 524288 --threads 1"
 MAX_MORE_MS = 50.0
 _TENANTS = """
 [[tenants]]
@@ -55,6 +57,7 @@ keys = ["hostile"]
 _SETTLE_S = 0.5
 _WINDOW_S = 3.0  # before an attack; an attack that ends earlier is watched for as long
 _MAX_ATTACK_S = 30.0  # its connections are closed then
+_ATTACKER_NICE = 10  # it has a machine of its own elsewhere; here it shares the cores of what is measured
 _PAUSE_S = 0.05  # between two requests for one token, or for /health
 _START_S = 60.0
 _TIMEOUT_S = 300.0
@@ -277,7 +280,6 @@ class _Measured:
 
 
 def _run(target: _Target, attacks: Sequence[Attack]) -> list[dict[str, Any]]:
-    sys.setswitchinterval(0.0002)  # the threads that send must not delay the streams' event loop in this process
     columns = "median gap | p99 gap | longest gap | median wait | longest wait | longest /health"
     print("Milliseconds before -> during the attack (difference). wait: of another tenant's request for one token.\n")
     print(f"| attack | status | attack s | {columns} | +{MAX_MORE_MS:g} ms |\n{'|---' * 10}|", flush=True)
@@ -295,8 +297,14 @@ def _run(target: _Target, attacks: Sequence[Attack]) -> list[dict[str, Any]]:
 
 
 async def _measure(target: _Target, attack: Attack) -> dict[str, Any]:
-    loop, known = asyncio.get_running_loop(), dict[bytes, bytes]()
+    known = dict[bytes, bytes]()  # equal requests take memory once
     requests = [known.setdefault(one, one) for one in (target.request(attack, index) for index in range(attack.count))]
+    with _attacker(_Sent(target.host, target.port, requests, attack.leaves_after_s)) as attacker:
+        return await _measure_beside(target, attack, attacker)
+
+
+async def _measure_beside(target: _Target, attack: Attack, attacker: Connection) -> dict[str, Any]:
+    loop = asyncio.get_running_loop()
     results: list[StreamResult] = []
     streaming = [asyncio.create_task(_stream(target, results, seed)) for seed in range(target.streams)]
     await _wait_for_first_tokens(target, results)
@@ -306,13 +314,9 @@ async def _measure(target: _Target, attack: Attack) -> dict[str, Any]:
 
     async def send() -> None:
         nonlocal attack_s
-        began = time.monotonic()
-        # In threads: sending and receiving release the GIL, so this client's own event loop is not delayed.
-        with ThreadPoolExecutor(attack.count) as threads:
-            deadline = began + _MAX_ATTACK_S
-            sending = [loop.run_in_executor(threads, _send, target, request, attack, deadline) for request in requests]
-            statuses.extend(await asyncio.gather(*sending))
-        attack_s = time.monotonic() - began
+        attacker.send(True)
+        found, attack_s = await loop.run_in_executor(None, attacker.recv)
+        statuses.extend(found)
         # Work that clients abandoned may go on.
         await asyncio.sleep(_WINDOW_S if attack.leaves_after_s is not None else max(0.0, _WINDOW_S - attack_s))
 
@@ -407,14 +411,60 @@ async def _timed(target: _Target, request: bytes, *, is_checked: bool) -> float:
     return time.monotonic() - began
 
 
-def _send(target: _Target, request: bytes, attack: Attack, deadline: float) -> str:
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What an attack sends: each request at once on its own connection."""
+
+    host: str
+    port: int
+    requests: Sequence[bytes]
+    leaves_after_s: float | None
+
+
+@contextmanager
+def _attacker(sent: _Sent) -> Iterator[Connection]:
+    """A process that attacks when it is told to, and then sends the statuses and the seconds: threads in this one would
+    delay the measured streams."""
+    ours, theirs = get_context("spawn").Pipe()
+    process = get_context("spawn").Process(target=_attack, args=(sent, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        ours.recv()  # it is ready
+        yield ours
+    finally:
+        process.terminate()
+        process.join()
+        ours.close()
+
+
+def _attack(sent: _Sent, pipe: Connection) -> None:
+    os.nice(_ATTACKER_NICE)
+    begin, deadlines = Event(), list[float]()
+
+    def send(request: bytes) -> str:
+        begin.wait()
+        return _send(sent, request, deadlines[0])
+
+    with ThreadPoolExecutor(len(sent.requests)) as threads:
+        sending = [threads.submit(send, request) for request in sent.requests]
+        pipe.send(True)
+        pipe.recv()
+        began = time.monotonic()
+        deadlines.append(began + _MAX_ATTACK_S)
+        begin.set()
+        statuses = [one.result() for one in sending]
+    pipe.send((statuses, time.monotonic() - began))
+
+
+def _send(sent: _Sent, request: bytes, deadline: float) -> str:
     """Sends a request and reads its response, or leaves; returns the status."""
-    with socket.create_connection((target.host, target.port), timeout=_TIMEOUT_S) as one:
+    with socket.create_connection((sent.host, sent.port), timeout=_TIMEOUT_S) as one:
         try:
             one.settimeout(max(0.01, deadline - time.monotonic()))
             one.sendall(request)
-            if attack.leaves_after_s is not None:
-                time.sleep(attack.leaves_after_s)
+            if sent.leaves_after_s is not None:
+                time.sleep(sent.leaves_after_s)
                 return "left"
             one.settimeout(max(0.01, deadline - time.monotonic()))
             status = one.recv(12).decode("ascii", "replace")[9:]

@@ -129,6 +129,8 @@ class Admission:
         self._may_admit = False
         self._may_retract = False  # running requests, for a waiting one
         self._deferred: list[TrackedRequest] = []  # long prompts that would have taken that room
+        self._num_deferred = Counter[str]()  # how many of each tenant
+        self._passed_over: list[Node] = []  # tenants of which no more are tried
         self._joins: list[Join] = []
         self._skipped: list[TrackedRequest] = []
         self._out_of_memory: list[TrackedRequest] = []  # of the skipped, those that lacked memory
@@ -195,6 +197,7 @@ class Admission:
     def begin_step(self) -> None:
         self.chunks = {}
         self._num_moves = 0
+        self._num_deferred.clear()
         self._forecast = None
         self._num_pages_beside.clear()
         self._forecasts_without.clear()
@@ -308,6 +311,8 @@ class Admission:
     def _admit_deferred(self, now: Now) -> None:
         """The same for the long prompts that were deferred, in the same order."""
         deferred, self._deferred = self._deferred, []
+        while self._passed_over:
+            self._memory.tree.unhide(self._passed_over.pop())
         for request in deferred:
             if self._can_admit():
                 self._may_admit = self._admit_or_skip(request, self._config.chunk_tokens, now)
@@ -332,6 +337,7 @@ class Admission:
             self._deferred.append(request)
             if request.num_missing_pages:  # the memory that it lacked may be taken by short prompts, counted
                 self._out_of_memory.append(request)
+            self._pass_over(request.tenant)
             return True
         self._note_wait(request, reason, now)
         if reason is _NO_ADAPTER_SLOT:
@@ -344,6 +350,18 @@ class Admission:
         if request is not self.reserved and request not in self._out_of_memory:
             self._out_of_memory.append(request)
         return len(self._out_of_memory) <= self._config.look_ahead
+
+    def _pass_over(self, tenant: str) -> None:
+        """A long prompt of this tenant leaves room for a short one. After some, the short prompts of other tenants are
+        looked for: whose turn it is does not matter for what it cannot use."""
+        tree = self._memory.tree
+        self._num_deferred[tenant] += 1
+        node = tree.root.children.get(tenant)
+        if node is None or node.hidden or self._num_deferred[tenant] <= self._config.look_ahead:
+            return
+        if 0 < node.num_waiting < tree.root.num_waiting:
+            tree.hide(node)
+            self._passed_over.append(node)
 
     def _wait_for_adapter(self, request: TrackedRequest, now: Now) -> None:
         """All slots have adapters of running requests. Requests with adapters may overtake it a bounded number of

@@ -189,7 +189,7 @@ class DepthFirstPolicy(BasePolicy):
 
     def next(self, now: Now) -> TrackedRequest | None:
         top = self._top()
-        if top is None or not top.num_waiting:
+        if top is None or top.hidden or not top.num_waiting:
             return None
         node = self._visible_cursor(top)
         while not node.num_waiting:

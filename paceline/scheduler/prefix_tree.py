@@ -253,13 +253,16 @@ class PrefixTree:
         node.hidden = True
         self._hidden.append(node)
 
+    def unhide(self, node: Node) -> None:
+        self._hidden.remove(node)
+        node.hidden = False
+        if node.is_alive and node.num_waiting and node.parent is not None:
+            self._push(node)
+            self._add_waiting(node.parent, node.num_waiting, from_resident=node.resident)
+
     def unhide_all(self) -> None:
-        for node in self._hidden:
-            node.hidden = False
-            if node.is_alive and node.num_waiting and node.parent is not None:
-                self._push(node)
-                self._add_waiting(node.parent, node.num_waiting, from_resident=node.resident)
-        self._hidden.clear()
+        while self._hidden:
+            self.unhide(self._hidden[-1])
 
     # ------------------------------------------------------------------ running requests
 

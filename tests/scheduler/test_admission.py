@@ -92,6 +92,17 @@ def test_a_short_prompt_is_admitted_at_once_while_long_ones_use_the_whole_budget
         assert plan.num_prefill_tokens == 8192 - num_decodes
 
 
+@pytest.mark.parametrize("policy", ["fair", "lpm", "dfs"])
+def test_a_short_prompt_of_another_tenant_is_admitted_at_once(policy: str) -> None:
+    """More long prompts are in front of it than are tried in a step, and under policy fair it is not its turn."""
+    core = large(policy=policy, max_prefill_tokens=512, chunk_tokens=512)
+    long_prompts(core, 200, tenant="long")
+    for number in range(60):
+        assert step(core).num_prefill_tokens == 512
+        short = core.add(request(prompt([99] * 100, number), 1, tenant="short"), 0.0)
+        assert step(core).num_prefill_tokens == 512 and short.is_finished
+
+
 def test_a_row_has_one_chunk_in_a_pass() -> None:
     """What is left is added to the chunk that a prompt already has."""
     core = large(chunk_tokens=8192)
