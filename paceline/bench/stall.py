@@ -299,7 +299,7 @@ def _run(target: _Target, attacks: Sequence[Attack]) -> list[dict[str, Any]]:
 async def _measure(target: _Target, attack: Attack) -> dict[str, Any]:
     known = dict[bytes, bytes]()  # equal requests take memory once
     requests = [known.setdefault(one, one) for one in (target.request(attack, index) for index in range(attack.count))]
-    with _attacker(_Sent(target.host, target.port, requests, attack.leaves_after_s)) as attacker:
+    with _attacker(_Barrage(target.host, target.port, requests, attack.leaves_after_s)) as attacker:
         return await _measure_beside(target, attack, attacker)
 
 
@@ -412,7 +412,7 @@ async def _timed(target: _Target, request: bytes, *, is_checked: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _Barrage:
     """What an attack sends: each request at once on its own connection."""
 
     host: str
@@ -422,7 +422,7 @@ class _Sent:
 
 
 @contextmanager
-def _attacker(sent: _Sent) -> Iterator[Connection]:
+def _attacker(sent: _Barrage) -> Iterator[Connection]:
     """A process that attacks when it is told to, and then sends the statuses and the seconds: threads in this one would
     delay the measured streams."""
     ours, theirs = get_context("spawn").Pipe()
@@ -438,7 +438,7 @@ def _attacker(sent: _Sent) -> Iterator[Connection]:
         ours.close()
 
 
-def _attack(sent: _Sent, pipe: Connection) -> None:
+def _attack(sent: _Barrage, pipe: Connection) -> None:
     os.nice(_ATTACKER_NICE)
     begin, deadlines = Event(), list[float]()
 
@@ -457,7 +457,7 @@ def _attack(sent: _Sent, pipe: Connection) -> None:
     pipe.send((statuses, time.monotonic() - began))
 
 
-def _send(sent: _Sent, request: bytes, deadline: float) -> str:
+def _send(sent: _Barrage, request: bytes, deadline: float) -> str:
     """Sends a request and reads its response, or leaves; returns the status."""
     with socket.create_connection((sent.host, sent.port), timeout=_TIMEOUT_S) as one:
         try:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.quantized import keep_expanded, keep_quantized, quantize_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
+from paceline.engine.linear import groupwise
+from paceline.engine.linear.pack import keep_expanded, keep_quantized, quantize_decoder
 from paceline.engine.precision import KernelFormat, Precision
 from paceline.kernels.binaries import compile_for, compile_variant
 from paceline.kernels.groupwise_linear import GroupwiseMatrix

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.engine.cuda.quantized import quantize_decoder
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantized_linear import QuantizedMatrix

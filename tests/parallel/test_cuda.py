@@ -14,11 +14,11 @@ from torch import Tensor
 
 from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
+from paceline.engine.linear import groupwise
 from paceline.engine.parallel_executor import ParallelExecutor
 from paceline.engine.weight_source import WeightSource
 from paceline.llm import LLM
@@ -224,7 +224,7 @@ def test_ranks_divide_weights_in_groups(
     llm, executors = on_ranks("", 2, load=load, quantization=quantization)
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
-    assert all(one.model.is_groupwise and not one.model.uses_pdl(1) for one in executors)
+    assert all(one.model.is_packed and not one.model.uses_pdl(1) for one in executors)
 
 
 @pytest.mark.parametrize(

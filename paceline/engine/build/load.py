@@ -42,7 +42,7 @@ def load_model(
     if device == CPU and plan.quantization != NONE:
         return _load_native(source, plan, max_positions, progress)
     if plan.is_stored:
-        from paceline.engine.cuda.quantized import keepers  # not at the top: the CPU needs no Triton
+        from paceline.engine.linear.pack import keepers  # not at the top: the CPU needs no Triton
 
         options["keep"] = keepers(plan.of_stage(spec, shard_of(group or stages)), spec)
     return _arranged(with_vocabulary(load_decoder(files, **options), spec.vocab_size))

@@ -16,7 +16,7 @@ from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
 from paceline.engine.cuda.inputs import PlanPacker, token_sizes
-from paceline.engine.cuda.model import CudaExperts
+from paceline.engine.cuda.layers import CudaExperts
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
 from paceline.engine.job import Job
@@ -103,8 +103,8 @@ def test_sinks_and_biases_of_experts_are_replaced_in_place() -> None:
     with llm:
         device.load_weights(other)
         for mine, theirs in zip(device.model.layers, other.layers, strict=True):
-            assert isinstance(mine.mlp, CudaExperts) and isinstance(theirs.mlp, MixtureOfExperts)
-            routed = mine.mlp.routed
+            assert isinstance(mine.block, CudaExperts) and isinstance(theirs.mlp, MixtureOfExperts)
+            routed = mine.block.routed
             assert torch.equal(mine.sinks, theirs.sinks)
             assert torch.equal(routed.router_bias, theirs.mlp.router_bias)
             assert torch.equal(routed.gate_up_bias, theirs.mlp.expert_gate_up_bias)

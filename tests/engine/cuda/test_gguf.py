@@ -12,9 +12,10 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import weight_choice
-from paceline.engine.cuda import build, groupwise
-from paceline.engine.cuda.quantized import keep_expanded, quantize_decoder
+from paceline.engine.cuda import build
 from paceline.engine.cuda.streams import HostStreams
+from paceline.engine.linear import groupwise
+from paceline.engine.linear.pack import keep_expanded, quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.model.quantized import quantize
@@ -49,7 +50,7 @@ def test_a_gguf_file_gives_the_tokens_of_its_dequantized_weights(
         monkeypatch.setattr(groupwise, "expand_groupwise", None)  # is not called
     llm, device = on_kernels("", model=kept, quantization="gguf")
     with llm:
-        assert device.model.is_groupwise and not device.capabilities.weights
+        assert device.model.is_packed and not device.capabilities.weights
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cuda import groupwise
-from paceline.engine.cuda.quantized import quantize_decoder
+from paceline.engine.linear import groupwise
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import rounding_group
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
@@ -62,7 +62,7 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantized_model(tmp_path: Pa
     )
     llm, device = on_kernels(name, model=kept, quantization="int4")
     with llm:
-        assert device.model.is_groupwise and not device.capabilities.weights
+        assert device.model.is_packed and not device.capabilities.weights
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 

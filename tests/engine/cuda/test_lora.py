@@ -9,6 +9,7 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.engine.build.assemble import assemble
+from paceline.engine.linear.dense import DenseLinear
 from paceline.llm import LLM
 from paceline.model.spec import ModelSpec
 from paceline.request import InvalidRequest, SamplingParams
@@ -74,7 +75,7 @@ def test_what_does_not_fit_into_the_slots_is_refused(tmp_path: Path) -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm, pytest.raises(InvalidRequest, match="has no memory for LoRA adapters: start it with max_lora_rank"):
         run(llm, folders)
-    assert device.model.lora is None and device.model.layers[0].qkv.adapters is None
+    assert device.model.lora is None and isinstance(device.model.layers[0].qkv, DenseLinear)
 
 
 def test_adapters_follow_weights_that_are_replaced(tmp_path: Path) -> None:

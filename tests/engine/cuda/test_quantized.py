@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from paceline.config import ConfigError
-from paceline.engine.cuda import quantized
-from paceline.engine.cuda.quantized import quantize_decoder, scaled_mm
+from paceline.engine.linear import fp8
+from paceline.engine.linear.fp8 import scaled_mm
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.kernels.quantize_rows import apply_scales, quantize_rows, quantize_rows_reference
 from paceline.kernels.quantized_linear import quantize_fp8
 from paceline.kernels.silu_mul import silu_mul_reference
@@ -26,13 +27,13 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 def test_a_forward_pass_is_that_of_dequantized_weights(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows with activations as they are, more with rounded ones, whose scales are applied by the reader of the
     output or, with still more rows, by the GEMM. Against torch, which rounds the same inputs."""
-    monkeypatch.setattr(quantized, "_MAX_UNSCALED_ROWS", 25)
+    monkeypatch.setattr(fp8, "_MAX_UNSCALED_ROWS", 25)
     fused = rows == 3
     model = decoder(name)
     quantize_decoder(model, "fp8")
     llm, device = on_kernels(name, quantization="fp8", max_batch_tokens=80)
     llm.close()
-    assert device.model.is_quantized and not device.capabilities.weights
+    assert device.model.is_packed and not device.capabilities.weights
     cuda, spec = device.model, model.spec
     matrices = spec.num_parameters - spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     # A byte and a scale per row instead of four bytes, and norms and biases as before.

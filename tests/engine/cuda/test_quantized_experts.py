@@ -11,8 +11,9 @@ from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cuda.model import CudaExperts, CudaModel
-from paceline.engine.cuda.quantized import quantize_decoder
+from paceline.engine.cuda.layers import CudaExperts
+from paceline.engine.cuda.model import CudaModel
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder, MixtureOfExperts, scaled
@@ -78,7 +79,7 @@ def test_a_forward_pass_is_that_of_dequantized_experts(
     if is_rank:
         model.group = ThreadGroup.of_size(1)[0]
     cuda = CudaModel(model, max_tokens=32, max_rows=4, tuning=small_tiles)
-    experts = [layer.mlp.routed for layer in cuda.layers if isinstance(layer.mlp, CudaExperts)]
+    experts = [layer.block.routed for layer in cuda.layers if isinstance(layer.block, CudaExperts)]
     assert len(experts) == len(spec.expert_layers) and not any(isinstance(one.down, Tensor) for one in experts)
     saved = cuda.saved_expert_bytes / spec.num_expert_parameters  # of four bytes
     # A chunk of MXFP4 has 128 columns, of which 64 or 96 are used here.
@@ -108,7 +109,7 @@ def test_requests_are_answered_with_rounded_experts() -> None:
     with llm:
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     assert found == on_cpu(dequantized(reference))
-    assert device.model.has_quantized_experts and not device.model.is_quantized and not device.capabilities.weights
+    assert device.model.is_packed and not device.capabilities.weights
 
 
 def test_columns_that_are_in_no_groups_are_refused() -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda.quantized import operand_dtype
+from paceline.engine.linear.packed import operand_dtype
 from paceline.kernels.expert_tuning import ExpertTuning, tuning_of
 from paceline.kernels.expert_weights import ExpertMatrices
 from paceline.kernels.experts import (
