@@ -116,20 +116,21 @@ class CudaModel:
         # Hidden states before the norm overflow float16. With ranks the norm adds to the residual stream, and with
         # norms after blocks it is computed with them. A QK-norm over all heads comes between the norm and attention.
         can_defer = self.group is None and norms == "pre" and mixer.qk_norm != "whole"
-        columns = cdiv(spec.hidden_size, _MIN_BLOCK_N)
-        self.stream = StreamBuffers.empty(
-            like,
-            max_tokens,
-            spec.hidden_size,
-            has_partial=self.group is not None or norms != "pre" or self._linears.has_packed,
-            squares=torch.zeros(max_rows, columns, device=self.device),
+        has_partial = self.group is not None or norms != "pre" or self._linears.has_packed
+        # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
+        x, normed = (like.new_zeros(max_tokens, spec.hidden_size) for _ in range(2))
+        self.stream = StreamBuffers(
+            x=x,
+            normed=normed,
+            partial=like.new_zeros(max_tokens if has_partial else 0, spec.hidden_size),
+            squares=torch.zeros(max_rows, cdiv(spec.hidden_size, _MIN_BLOCK_N), device=self.device),
+            ones=like.new_ones(spec.hidden_size),
             norms=norms,
             eps=spec.rms_eps,
             gelu=dense is not None and dense.activation.kind == "gelu_tanh",
             can_defer=can_defer and self.dtype is not torch.float16,
             group=self.group,
         )
-        # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
         inputs = operand_dtype(self.dtype) if self._linears.has_packed else self.dtype
         self._qkv = like.new_zeros(max_tokens, mixer.qkv_size)
         self._attended = like.new_zeros(max_tokens, mixer.q_size, dtype=inputs)

@@ -157,15 +157,9 @@ def _adapters(executor: CudaExecutor, blocks: Sequence[int]) -> None:
         for block in blocks:
             prefill.run_bucket(executor.graphs.sizes[-1], block, bucket, all_states=False, lora=True)
     model = executor.model
-    device = model.device
-    assert model.lora is not None, "called for those"
-    for rows in lora_row_counts(model.max_tokens):
-        for live in (LiveRows(torch.zeros(rows, dtype=torch.int32, device=device), by_row=True), None):
-            model.lora.begin(rows, live)
-        for matrices in model.lora.matrices:
-            for matrix in matrices.values():
-                source = torch.empty(rows, matrix.a.shape[2], dtype=model.dtype, device=device)
-                model.lora.add_to(matrix, source, source.new_empty(rows, sum(matrix.widths)))
+    for rows in sorted({*lora_row_counts(model.max_tokens), *model.tuned_rows}):
+        for live in (LiveRows(torch.zeros(rows, dtype=torch.int32, device=model.device), by_row=True), None):
+            ForwardPass(model, rows, fused=False, live=live, lora=True).run(lambda *_: None)
 
 
 def _sample(executor: CudaExecutor, rows: int) -> None:

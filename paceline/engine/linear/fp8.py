@@ -41,6 +41,8 @@ class Fp8Work(PackedWork):
 
 
 class Fp8Linear(PackedLinear):
+    kernel = quantized_linear
+
     def __init__(self, matrix: QuantizedMatrix, place: Place, work: Fp8Work, workspace: LinearWorkspace) -> None:
         super().__init__(matrix, place, work, workspace)
         self._matrix, self._work = matrix, work
@@ -48,19 +50,6 @@ class Fp8Linear(PackedLinear):
     def tuning(self, num_rows: int) -> LinearTuning:
         # The fastest of nine tiles for the linear layers of Qwen3-14B at one row on an H200 (docs/log/gemms.md).
         return LinearTuning(16, 64, 128, 4, 4, 1 if self.gated else 4)
-
-    def kernel(
-        self,
-        x: Tensor,
-        out: Tensor,
-        tuning: LinearTuning,
-        bias: Tensor | None,
-        gated: bool,
-        residual: Tensor | None,
-        workspace: LinearWorkspace | None,
-        pdl: bool,
-    ) -> None:
-        quantized_linear(x, self._matrix, out, tuning, bias, gated, residual, workspace, pdl)
 
     def multiply(self, source: Tensor, out: Tensor, *, add: bool = False) -> None:
         rounded, rows = self._work.rows(*source.shape)

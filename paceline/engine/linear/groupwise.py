@@ -55,13 +55,13 @@ class GroupwiseWork(PackedWork):
         self.inputs = torch.zeros(few, hidden, dtype=operand_dtype(setting.dtype), device=device)
         rows = tokens if tokens > self.max_fused_rows else 0
         widest = max(setting.spec.linear_columns)
-        self._inputs = torch.zeros(rows * widest, dtype=setting.dtype, device=device)
+        self.inputs_many = torch.zeros(rows * widest, dtype=setting.dtype, device=device)
         largest = max((math.prod(one.shape) for one in matrices if one.expanded is None), default=0)
         self._weight = torch.zeros(largest if rows else 0, dtype=setting.dtype, device=device)
 
     def rows(self, num_rows: int, width: int) -> Tensor:
         """For the inputs of cuBLAS."""
-        return self._inputs[: num_rows * width].view(num_rows, width)
+        return self.inputs_many[: num_rows * width].view(num_rows, width)
 
     def expanded(self, matrix: GroupwiseMatrix) -> Tensor:
         if matrix.expanded is not None:
@@ -84,6 +84,8 @@ class GroupwiseWork(PackedWork):
 
 
 class GroupwiseLinear(PackedLinear):
+    kernel = groupwise_linear
+
     def __init__(self, matrix: GroupwiseMatrix, place: Place, work: GroupwiseWork, workspace: LinearWorkspace) -> None:
         super().__init__(matrix, place, work, workspace)
         self._matrix, self._work = matrix, work
@@ -91,40 +93,35 @@ class GroupwiseLinear(PackedLinear):
     def tuning(self, num_rows: int) -> LinearTuning:
         return groupwise_tuning(num_rows, self.gated)
 
-    def kernel(
-        self,
-        x: Tensor,
-        out: Tensor,
-        tuning: LinearTuning,
-        bias: Tensor | None,
-        gated: bool,
-        residual: Tensor | None,
-        workspace: LinearWorkspace | None,
-        pdl: bool,
-    ) -> None:
-        groupwise_linear(x, self._matrix, out, tuning, bias, gated, residual, workspace, pdl)
-
     def multiply(self, source: Tensor, out: Tensor, *, add: bool = False) -> None:
-        torch.mm(source, self._work.expanded(self._matrix).T, out=out)
-        if self.bias is not None:
-            out.add_(self.bias)
+        work = self._work
+        if len(source) <= work.max_fused_rows:
+            is_operand = source.dtype is work.inputs.dtype
+            self.run_few(source if is_operand else work.inputs[: len(source)].copy_(source), out)
+        else:
+            is_operand = source.dtype is work.inputs_many.dtype
+            self._run_many(source if is_operand else work.rows(*source.shape).copy_(source), out)
 
     def project_many(self, stream: ResidualStream, out: Tensor, activated: Tensor | None) -> Projected:
         inputs = self._work.rows(len(stream), self.shape[1])
         self.read(stream, inputs)
-        self.multiply(inputs, out)
+        self._run_many(inputs, out)
         return Projected(out, activated)
 
     def add_many(self, source: Projected, stream: ResidualStream) -> None:
-        inputs = self._work.rows(len(source.values), self.shape[1])
+        inputs, out = self._work.rows(len(source.values), self.shape[1]), stream.partial_buffer
         if source.activated is not None:
             source.activated = inputs
             stream.activated(source)
         else:
             inputs.copy_(source.values)  # float16, as kernels for few rows need it
-        out = stream.partial_buffer
-        self.multiply(inputs, out)
+        self._run_many(inputs, out)
         stream.add(out, self.norm_behind)
+
+    def _run_many(self, x: Tensor, out: Tensor) -> None:
+        torch.mm(x, self._work.expanded(self._matrix).T, out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
 
     def load_library(self, stream: ResidualStream, source: Tensor, out: Tensor, *, add: bool = False) -> None:
         if not self.runs_fused(len(stream), fused=stream.fused):

@@ -8,6 +8,8 @@ format has its own way (fp8.py, groupwise.py).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ class PackedWork(Work):
 
 
 class PackedLinear(CudaLinear):
+    kernel: ClassVar[Callable[..., None]]  # for few rows: x, matrix, out, tuning and what else `quantized_linear` takes
+
     def __init__(self, matrix: KeptMatrix, place: Place, work: PackedWork, workspace: LinearWorkspace) -> None:
         super().__init__(place)
         self.norm, self._packed, self._packed_work, self._workspace = place.norm, matrix, work, workspace
@@ -51,9 +55,9 @@ class PackedLinear(CudaLinear):
         inputs = self._packed_work.inputs[: len(stream)]
         self.read(stream, inputs)
         if activated is None or stream.gelu:  # kernels have SiLU only
-            self._run(stream, inputs, out)
+            self.run_few(inputs, out, pdl=stream.pdl)
             return Projected(out, activated)
-        self._run(stream, inputs, activated, gated=True)
+        self.run_few(inputs, activated, gated=True, pdl=stream.pdl)
         return Projected(activated)
 
     def add(self, source: Projected, stream: ResidualStream) -> None:
@@ -62,11 +66,11 @@ class PackedLinear(CudaLinear):
             return
         values = stream.activated(source)
         if stream.adds_directly(self.norm_behind):
-            self._run(stream, values, stream.x, residual=stream.x)
+            self.run_few(values, stream.x, residual=stream.x, pdl=stream.pdl)
             stream.square_columns = 0
         else:
             out = stream.partial_buffer
-            self._run(stream, values, out)
+            self.run_few(values, out, pdl=stream.pdl)
             stream.add(out, self.norm_behind)
 
     def read(self, stream: ResidualStream, inputs: Tensor) -> None:
@@ -76,36 +80,18 @@ class PackedLinear(CudaLinear):
         else:
             stream.norm(self.norm, inputs)
 
-    def _run(
-        self,
-        stream: ResidualStream,
-        x: Tensor,
-        out: Tensor,
-        *,
-        gated: bool = False,
-        residual: Tensor | None = None,
+    def run_few(
+        self, x: Tensor, out: Tensor, *, gated: bool = False, residual: Tensor | None = None, pdl: bool = False
     ) -> None:
+        """out = x Wᵀ + b + residual, or the activation of that, by the kernel for few rows. x: in `operand_dtype`."""
         tuning = self.tuning(len(x))
         workspace = self._workspace if tuning.split_k > 1 else None
-        self.kernel(x, out, tuning, self.bias, gated, residual, workspace, stream.pdl)
+        options = (self.bias, gated, residual, workspace, pdl)
+        type(self).kernel(x, self._packed, out, tuning, *options)
 
     @abstractmethod
     def tuning(self, num_rows: int) -> LinearTuning:
         """Of the kernel for few rows. The two halves of gate and up are not split along K."""
-
-    @abstractmethod
-    def kernel(
-        self,
-        x: Tensor,
-        out: Tensor,
-        tuning: LinearTuning,
-        bias: Tensor | None,
-        gated: bool,
-        residual: Tensor | None,
-        workspace: LinearWorkspace | None,
-        pdl: bool,
-    ) -> None:
-        """out = x Wᵀ + bias + residual, or the activation of that: the kernel for few rows."""
 
     @abstractmethod
     def project_many(self, stream: ResidualStream, out: Tensor, activated: Tensor | None) -> Projected:

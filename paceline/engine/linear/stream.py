@@ -55,26 +55,6 @@ class StreamBuffers:
     can_defer: bool  # whether whoever reads the output of a matrix may apply the factor of the norm before it
     group: RankGroup | None
 
-    @classmethod
-    def empty(
-        cls,
-        like: Tensor,
-        max_tokens: int,
-        hidden: int,
-        *,
-        has_partial: bool,
-        squares: Tensor,
-        norms: str,
-        eps: float,
-        gelu: bool,
-        can_defer: bool,
-        group: RankGroup | None,
-    ) -> StreamBuffers:
-        # Zeros: padding rows of a graph are computed like all others, and must not become NaN or infinite.
-        x, normed = (like.new_zeros(max_tokens, hidden) for _ in range(2))
-        partial = like.new_zeros(max_tokens if has_partial else 0, hidden)
-        return cls(x, normed, partial, squares, like.new_ones(hidden), norms, eps, gelu, can_defer, group)
-
 
 class ResidualStream:
     """x [T, H], and what is pending: `partial`, which is not added to it yet, with the `scales` of that.

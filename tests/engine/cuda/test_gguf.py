@@ -144,7 +144,6 @@ def test_a_gpu_keeps_a_quantized_file_unless_options_expand_it(tmp_path: Path, m
     for options, reason in (
         ({"dtype": "float16"}, "info: weights stored in 4 and 8 bits are expanded to float16: dtype is float16"),
         ({"tp": 4}, "bfloat16: tp 4 divides columns that have one scale"),
-        ({"max_lora_rank": 8}, "bfloat16: LoRA adapters need 16 bits on a GPU"),
     ):
         assert quantization(path, "cuda", **options) == "none" and reason in why(path, "cuda", **options)
 

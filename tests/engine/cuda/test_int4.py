@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
 from paceline.engine.linear import groupwise
 from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import rounding_group
-from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Dense
@@ -36,7 +36,8 @@ def on_cpu(model: Decoder) -> list[list[int]]:
 
 def in_groups_of_32(name: str) -> Decoder:
     """A tiny shape with an MLP of 128 columns."""
-    spec = vary(shape(name), ffn=Dense(size=128))
+    spec = shape(name)
+    spec = vary(spec, ffn=Dense(size=128, activation=spec.layers[0].ffn.activation))
     return Decoder(spec, random_weights(spec, dtype="float32"), max_positions=192)
 
 
@@ -44,7 +45,7 @@ def dequantized(model: Decoder) -> Decoder:
     """The same model with the values of its 4-bit weights in float32."""
     for index, layer in enumerate(model.layers):
         qkv, out, gate_up, down = (
-            one.dequantize() if isinstance(one, GroupwiseMatrix) else one
+            one if isinstance(one, Tensor) else one.dequantize()
             for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
         )
         mlp = replace(layer.mlp, gate_up=gate_up, down=down)  # type: ignore[call-arg]
@@ -74,9 +75,11 @@ def test_a_4_bit_checkpoint_is_expanded_on_a_cpu(tmp_path: Path) -> None:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3", "tiny-qwen2", "tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-olmo2", "tiny-granite"]
+)
 def test_rounded_models_give_the_tokens_of_the_dequantized_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases and QK-norms. Batches of more than two rows expand the weights."""
+    """With biases, QK-norms, norms behind blocks and GELU. Batches of more than two rows expand the weights."""
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", 2)
     model = in_groups_of_32(name)
     quantize_decoder(model, "int4")
@@ -94,11 +97,9 @@ def test_rounding_takes_the_largest_group_that_divides_all_matrices() -> None:
         rounding_group(vary(shape("qwen3-14b"), ffn=Dense(size=17424)), INT4)
 
 
-def test_experts_and_other_norms_are_refused_by_name() -> None:
+def test_experts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="quantization is 'int4' and the model has a mixture of experts"):
         plan_of(shape("tiny-qwen3-moe"), "cuda", quantization="int4")
-    with pytest.raises(ConfigError, match="quantization is 'int4' and norms are 'both'"):
-        plan_of(shape("tiny-gemma2"), "cuda", quantization="int4")
 
 
 def test_every_number_of_rows_has_a_tile() -> None:
