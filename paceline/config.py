@@ -1272,9 +1272,9 @@ class SpeculationConfig:
         check_options(self)
 
     @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[SpeculationConfig, dict[str, Any]]:
+    def split(cls, options: Mapping[str, object]) -> tuple[SpeculationConfig, dict[str, object]]:
         """These options, and those of the scheduler, with what follows for it from these."""
-        config = cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+        config = config_from(cls, {name: value for name, value in options.items() if name in cls.__dataclass_fields__})
         scheduler = {name: value for name, value in options.items() if name in SchedulerConfig.__dataclass_fields__}
         return config, scheduler | ({"draft_tokens": config.drafts} if config.drafts else {})
 
