@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -71,14 +72,14 @@ def compare_with_transformers(
     scale: float = 1.0,
     only: Sequence[str] = WORKLOADS,
     say: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Runs the comparison and returns the ratios; `say` gets every line, the last one as JSON."""
     torch.set_num_threads(threads)
     path = find_model(DEFAULT_MODEL if model is None else model)
     decoder, tokenizer = CpuModel(load_decoder(path, dtype="float32")), load_tokenizer(path)
     theirs = _load_theirs(path)
     say(f"{path.name}, float32, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}")
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     equal = True
     for work in workloads(decoder.spec.vocab_size, scale=scale):
         if work.name not in only:
@@ -123,7 +124,7 @@ def _load_theirs(path: Path) -> Any:
 
     reading: Any = modeling_gguf_pytorch_utils
     reading.tqdm = lambda items, **_: items  # no setting disables its progress bar once tqdm is imported
-    logging: Any = transformers.logging
+    logging: ModuleType = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if path.is_file():
