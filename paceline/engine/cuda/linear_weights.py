@@ -10,6 +10,7 @@ from torch import Tensor
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.lora import AdapterMatrix
 from paceline.kernels.quantized_linear import QuantizedMatrix
+from paceline.model.linear import Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,30 +27,29 @@ class LinearWeights:
     @classmethod
     def taken_over(
         cls,
-        weight: Tensor | QuantizedMatrix | GroupwiseMatrix,
-        bias: Tensor | None,
+        linear: Linear,
         norm: Tensor | None = None,
         *,
         gated: bool = False,
         adapters: AdapterMatrix | None = None,
     ) -> LinearWeights:
         """norm: of its input. It is folded into a weight, and kept beside a quantized one."""
-        if not isinstance(weight, Tensor):
+        if isinstance(linear.weight, QuantizedMatrix | GroupwiseMatrix):
             assert adapters is None, "adapters are refused with quantized weights"
-            return cls(torch.empty(0), bias, gated, weight, norm)
+            return cls(torch.empty(0), linear.bias, gated, linear.weight, norm)
         if norm is not None:
-            weight.mul_(norm)
-        return cls(weight, bias, gated, adapters=adapters)
+            linear.tensor.mul_(norm)
+        return cls(linear.tensor, linear.bias, gated, adapters=adapters)
 
     @property
     def columns(self) -> int:
         rows = (self.weight if self.quantized is None else self.quantized).shape[0]
         return rows // (2 if self.gated else 1)
 
-    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
+    def load(self, linear: Linear, norm: Tensor | None = None) -> None:
         """Copies other weights in place; `norm` is folded into them."""
-        self.weight.copy_(weight)
+        self.weight.copy_(linear.tensor)
         if norm is not None:
             self.weight.mul_(norm.to(self.weight.device))
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
+        if self.bias is not None and linear.bias is not None:
+            self.bias.copy_(linear.bias)

@@ -193,5 +193,5 @@ def _folded_norms(decoder: Decoder, index: int) -> dict[str, Tensor]:
     """The norms that are folded into matrices of a layer, on the host."""
     layer = decoder.layers[index]
     norms = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}
-    found = {name: norm.float().clone() for name, norm in norms.items() if norm is not None}
+    found = {name: norm.weight.float().clone() for name, norm in norms.items() if norm is not None}
     return found if decoder.device.type == "meta" else {name: norm.cpu() for name, norm in found.items()}

@@ -35,7 +35,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda.experts import ExpertBuffers, RoutedExperts
+from paceline.engine.cuda.experts import ExpertBuffers, RoutedExperts, expert_matrices
 from paceline.engine.cuda.groupwise import max_groupwise_rows
 from paceline.engine.cuda.limits import check_supported
 from paceline.engine.cuda.linear_weights import LinearWeights
@@ -69,6 +69,7 @@ from paceline.kernels.silu_mul import silu_mul
 from paceline.kernels.slot_state import SlotState
 from paceline.kernels.soft_cap import soft_cap
 from paceline.model.decoder import Decoder, MixtureOfExperts, Mlp, whole_qk_factors
+from paceline.model.norm import weight_of
 from paceline.model.rank_group import RankGroup, vocabulary_widths
 
 GemmTuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated -> fused kernel; None: cuBLAS
@@ -113,8 +114,8 @@ class CudaMlp:
 
     def load(self, other: Mlp | MixtureOfExperts, norm: Tensor | None, post_norm: Tensor | None = None) -> None:
         assert isinstance(other, Mlp), "the decoders have the same spec"
-        self.gate_up.load(other.gate_up, other.gate_up_bias, norm)
-        self.down.load(other.down, other.down_bias)
+        self.gate_up.load(other.gate_up, norm)
+        self.down.load(other.down)
         if self.post_norm is not None and post_norm is not None:
             self.post_norm.copy_(post_norm)
 
@@ -239,14 +240,14 @@ class CudaModel:
         dense = spec.dense_layers[0] if spec.dense_layers else None
         self.gelu = dense is not None and dense.activation.kind == "gelu_tanh"
         self.spec, self.device, self.dtype = spec, decoder.device, decoder.dtype
-        weight: object = decoder.layers[0].qkv
+        weight = decoder.layers[0].qkv.weight
         self.is_quantized, self.is_groupwise = not isinstance(weight, Tensor), isinstance(weight, GroupwiseMatrix)
         self.group, self.whole_spec = decoder.group, decoder.whole_spec
         self.stages, self.shard = decoder.stages, decoder.shard
         self.kv_scales = decoder.kv_scales
         # The first token id whose embedding this rank has; None: it has all.
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
-        self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
+        self.embedding, self.head, self.norm = decoder.embedding, decoder.head.tensor, decoder.norm.weight
         self.max_tokens, self.max_rows = max_tokens, max_rows
         is_default = tuning is decode_tuning
         # Experts take most of the time of a layer: its other GEMMs are fused for the launches that this saves.
@@ -256,10 +257,11 @@ class CudaModel:
         identity_rope = torch.zeros(decoder.max_positions, self.mixer.head_dim, device=self.device)
         identity_rope[:, : self.mixer.head_dim // 2] = 1
         self.experts = None
-        mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        mixtures = decoder.mixtures
         if mixtures:
-            like, some = decoder.layers[0].qkv, mixtures[0]
-            self.experts = ExpertBuffers(some.options, len(mixtures), max_tokens, like, some.expert_gate_up)
+            like, some = decoder.layers[0].qkv.tensor, mixtures[0]
+            matrices = expert_matrices(some.expert_gate_up)
+            self.experts = ExpertBuffers(some.options, len(mixtures), max_tokens, like, matrices)
         self.has_quantized_experts = self.experts is not None and self.experts.has_quantized
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self.layers = [self._take_over(decoder, index, identity_rope) for index in range(spec.num_layers)]
@@ -314,21 +316,20 @@ class CudaModel:
         num_experts = sum(isinstance(one.mlp, MixtureOfExperts) for one in decoder.layers[:index])
         adapters = {} if self.lora is None else self.lora.matrices[index]
         with torch.no_grad():
-            qkv = LinearWeights.taken_over(
-                layer.qkv, layer.qkv_bias, layer.attention_norm, adapters=adapters.get("qkv")
-            )
-            mlp = self._take_over_mlp(layer.mlp, layer.mlp_norm, layer.mlp_post_norm, num_experts, adapters)
-            for norm in () if self.is_quantized else (layer.attention_norm, layer.mlp_norm):
+            norms = weight_of(layer.attention_norm), weight_of(layer.mlp_norm)
+            qkv = LinearWeights.taken_over(layer.qkv, norms[0], adapters=adapters.get("qkv"))
+            mlp = self._take_over_mlp(layer.mlp, norms[1], weight_of(layer.mlp_post_norm), num_experts, adapters)
+            for norm in () if self.is_quantized else norms:
                 if norm is not None:
                     norm.fill_(1)  # otherwise a second CudaModel of this decoder would fold it again
         return CudaLayer(
             qkv=qkv,
-            out=LinearWeights.taken_over(layer.out, layer.out_bias, adapters=adapters.get("out")),
+            out=LinearWeights.taken_over(layer.out, adapters=adapters.get("out")),
             mlp=mlp,
             q_norm=None if layer.qk_norm is None or is_whole else layer.qk_norm[0],
             k_norm=None if layer.qk_norm is None or is_whole else layer.qk_norm[mixer.num_heads],
             whole_qk_norm=layer.qk_norm if is_whole else None,
-            post_norm=layer.attention_post_norm,
+            post_norm=weight_of(layer.attention_post_norm),
             cos_sin=identity_rope if layer.rope is None else decoder.rope_tables[layer.rope],
             window=mixer.window or 0,
             scale=mixer.softmax_scale,
@@ -346,16 +347,14 @@ class CudaModel:
     ) -> CudaBlock:
         """num_sparse: layers with experts before this one."""
         if isinstance(mlp, Mlp):
-            gate_up = LinearWeights.taken_over(
-                mlp.gate_up, mlp.gate_up_bias, norm, gated=True, adapters=adapters.get("gate_up")
-            )
-            down = LinearWeights.taken_over(mlp.down, mlp.down_bias, adapters=adapters.get("down"))
+            gate_up = LinearWeights.taken_over(mlp.gate_up, norm, gated=True, adapters=adapters.get("gate_up"))
+            down = LinearWeights.taken_over(mlp.down, adapters=adapters.get("down"))
             return CudaMlp(gate_up, down, post_norm)
         assert norm is not None, "check_supported refuses experts without a norm before them"
         shared = None
         if mlp.shared is not None:
-            gate_up = LinearWeights(mlp.shared.gate_up.mul_(norm), None, gated=True)
-            shared = CudaMlp(gate_up, LinearWeights(mlp.shared.down, None))
+            gate_up = LinearWeights.taken_over(mlp.shared.gate_up, norm, gated=True)
+            shared = CudaMlp(gate_up, LinearWeights.taken_over(mlp.shared.down))
         assert self.experts is not None, "the spec has layers with experts"
         return CudaExperts(RoutedExperts.take_over(mlp, norm, self.experts, num_sparse), shared)
 
@@ -365,16 +364,16 @@ class CudaModel:
         addresses of ours."""
         self.kv_scales = decoder.kv_scales
         self.embedding.copy_(decoder.embedding)
-        self.norm.copy_(decoder.norm)
+        self.norm.copy_(decoder.norm.weight)
         if not (self.spec.tied and self.shard.is_first):  # then it is the embedding
-            self.head.copy_(decoder.head)
+            self.head.copy_(decoder.head.tensor)
         for layer, other in zip(self.layers, decoder.layers, strict=True):
-            layer.qkv.load(other.qkv, other.qkv_bias, other.attention_norm)
-            layer.out.load(other.out, other.out_bias)
-            layer.mlp.load(other.mlp, other.mlp_norm, other.mlp_post_norm)
+            layer.qkv.load(other.qkv, weight_of(other.attention_norm))
+            layer.out.load(other.out)
+            layer.mlp.load(other.mlp, weight_of(other.mlp_norm), weight_of(other.mlp_post_norm))
             for mine, theirs in (
                 (layer.whole_qk_norm, other.qk_norm),
-                (layer.post_norm, other.attention_post_norm),
+                (layer.post_norm, weight_of(other.attention_post_norm)),
                 (layer.sinks, other.sinks),
             ):
                 if mine is not None and theirs is not None:

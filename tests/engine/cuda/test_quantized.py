@@ -46,11 +46,11 @@ def test_a_forward_pass_is_that_of_dequantized_weights(name: str, rows: int, mon
     found = cuda.forward(len(tokens), attend, fused=fused)
     x = model.embedding[tokens].clone()
     for layer in model.layers:
-        qkv = linear(x, layer.qkv, layer.qkv_bias, fused, norm=layer.attention_norm, eps=spec.rms_eps)
-        x = x + linear(torch.tanh(qkv[:, : spec.layers[0].mixer.q_size]), layer.out, None, fused)
-        gate_up = linear(x, layer.mlp.gate_up, None, fused, norm=layer.mlp_norm, eps=spec.rms_eps)
-        x = x + linear(gate_up, layer.mlp.down, None, fused, gated=True)
-    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm, spec.rms_eps)
+        qkv = linear(x, layer.qkv.weight, layer.qkv.bias, fused, norm=layer.attention_norm.weight, eps=spec.rms_eps)
+        x = x + linear(torch.tanh(qkv[:, : spec.layers[0].mixer.q_size]), layer.out.weight, None, fused)
+        gate_up = linear(x, layer.mlp.gate_up.weight, None, fused, norm=layer.mlp_norm.weight, eps=spec.rms_eps)
+        x = x + linear(gate_up, layer.mlp.down.weight, None, fused, gated=True)
+    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm.weight, spec.rms_eps)
     assert relative_error(found, normed) < 1e-4
 
 
