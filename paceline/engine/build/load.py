@@ -7,9 +7,8 @@ from typing import Any
 from paceline.engine.build.facts import CPU
 from paceline.engine.build.weight_choice import NONE
 from paceline.engine.cpu.linear import arrange
-from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.native import native_library, return_free_memory
-from paceline.engine.cpu.quantized_model import QuantizedModel
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.model.files import UnloadedModel
 from paceline.model.gguf_file import is_gguf, open_gguf

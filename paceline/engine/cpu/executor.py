@@ -24,8 +24,7 @@ from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.linear import arrange
 from paceline.engine.cpu.lora import PreparedAdapter, ResidentAdapters
-from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.quantized_model import QuantizedModel, attention_for
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel, attention_for
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.engine.weight_source import WeightSource

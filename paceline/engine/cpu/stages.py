@@ -15,7 +15,7 @@ from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
 from paceline.engine.cpu.linear import arrange
 from paceline.engine.cpu.lora import ResidentAdapters
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.executor import Result
 from paceline.engine.late_tokens import LateTokens
 from paceline.model.decoder import Decoder

@@ -14,8 +14,7 @@ import pytest
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import executor, resolution
 from paceline.engine.cpu.executor import CpuExecutor
-from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.quantized_model import QuantizedModel
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
