@@ -173,7 +173,7 @@ def formula(spec: ModelSpec, weights: dict[str, Tensor], tokens: list[int]) -> T
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
+def test_every_option_is_computed_with_weights_as_stored_and_arranged(option: str) -> None:
     spec = vary(BASE, **OPTIONS[option])
     weights = weights_of(spec)
     expected = formula(spec, weights, TOKENS)
