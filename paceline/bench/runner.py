@@ -18,7 +18,7 @@ from paceline.bench.metrics import Roofline, RunMetrics, measure_roofline, run_m
 from paceline.bench.workloads import OfflineWorkload, nano, num_part_tokens, sweep
 from paceline.config import OfflineConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.model import CudaModel
 from paceline.engine.timeline import Timeline

@@ -22,8 +22,9 @@ import torch
 
 from paceline.config import OVERLAP, EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.llm import LLM
+from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.weights import load_decoder
 from paceline.request import SamplingParams
@@ -76,7 +77,7 @@ def compare_with_transformers(
     """Runs the comparison and returns the ratios; `say` gets every line, the last one as JSON."""
     torch.set_num_threads(threads)
     path = find_model(DEFAULT_MODEL if model is None else model)
-    decoder, tokenizer = CpuModel(load_decoder(path, dtype="float32")), load_tokenizer(path)
+    decoder, tokenizer = arrange(load_decoder(path, dtype="float32")), load_tokenizer(path)
     theirs = _load_theirs(path)
     say(f"{path.name}, float32, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}")
     found: dict[str, object] = {}
@@ -106,7 +107,7 @@ def compare_with_transformers(
 
 
 def _run_ours(
-    decoder: CpuModel, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
+    decoder: Decoder, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
 ) -> tuple[float, list[list[int]]]:
     config = EngineConfig(threads=threads, overlap=overlap, kv_tokens=65_536)
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in work.output_lengths]

@@ -80,7 +80,7 @@ def build_cuda(
     for one in decoders:
         if precision.quantization != "none":
             quantize_decoder(one, precision.quantization)
-        if isinstance(one.layers[0].qkv, GroupwiseMatrix) and given is not None:
+        if isinstance(one.layers[0].qkv.weight, GroupwiseMatrix) and given is not None:
             wanted = (config.num_kv_pages(scheduler, given) or 0) * page_size * kv_bytes
             keep_expanded(one, streams.free_memory() - wanted)
     models = [

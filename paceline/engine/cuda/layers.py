@@ -18,6 +18,8 @@ from paceline.kernels.lora import AdapterMatrix
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.silu_mul import silu_mul
 from paceline.model.decoder import Decoder, DecoderLayer, MixtureOfExperts, Mlp
+from paceline.model.linear import Linear
+from paceline.model.norm import weight_of
 
 AddAdapters = Callable[[AdapterMatrix, Tensor, Tensor], None]  # matrix, source, out
 
@@ -78,8 +80,8 @@ class CudaMlp:
 
     def load(self, other: Mlp | MixtureOfExperts, norm: Tensor | None, norm_behind: Tensor | None = None) -> None:
         assert isinstance(other, Mlp), "the decoders have the same spec"
-        self.gate_up.load(other.gate_up, other.gate_up_bias, norm)
-        self.down.load(other.down, other.down_bias)
+        self.gate_up.load(other.gate_up, norm)
+        self.down.load(other.down)
         load_norm(self.down.norm_behind, norm_behind)
 
 
@@ -172,10 +174,10 @@ class CudaLayer:
 
     def load(self, other: DecoderLayer) -> None:
         """Copies the weights of another layer in place."""
-        self.qkv.load(other.qkv, other.qkv_bias, other.attention_norm)
-        self.out.load(other.out, other.out_bias)
-        self.block.load(other.mlp, other.mlp_norm, other.mlp_post_norm)
-        load_norm(self.out.norm_behind, other.attention_post_norm)
+        self.qkv.load(other.qkv, weight_of(other.attention_norm))
+        self.out.load(other.out)
+        self.block.load(other.mlp, weight_of(other.mlp_norm), weight_of(other.mlp_post_norm))
+        load_norm(self.out.norm_behind, weight_of(other.attention_post_norm))
         load_norm(self.whole_qk_norm, other.qk_norm)
         load_norm(self.sinks, other.sinks)
         if other.qk_norm is not None:
@@ -207,10 +209,13 @@ class LayerMaker:
     def make(self, index: int, layer: DecoderLayer) -> CudaLayer:
         mixer, is_whole = layer.mixer, layer.mixer.qk_norm == "whole"
         adapters: Mapping[str, AdapterMatrix] = {} if self._adapters is None else self._adapters[index]
-        qkv = self._linear(layer.qkv, Place(layer.qkv_bias, norm=layer.attention_norm), adapters.get("qkv"))
-        out = self._linear(layer.out, Place(layer.out_bias, norm_behind=layer.attention_post_norm), adapters.get("out"))
-        block = self._block(layer.mlp, layer.mlp_norm, layer.mlp_post_norm, adapters)
-        for norm, kept in ((layer.attention_norm, qkv.norm), (layer.mlp_norm, block.norm)):
+        norms = weight_of(layer.attention_norm), weight_of(layer.mlp_norm)
+        qkv = self._linear(layer.qkv, Place(layer.qkv.bias, norm=norms[0]), adapters.get("qkv"))
+        out = self._linear(
+            layer.out, Place(layer.out.bias, norm_behind=weight_of(layer.attention_post_norm)), adapters.get("out")
+        )
+        block = self._block(layer.mlp, norms[1], weight_of(layer.mlp_post_norm), adapters)
+        for norm, kept in zip(norms, (qkv.norm, block.norm), strict=True):
             if norm is not None and kept is None:
                 norm.fill_(1)  # otherwise a second model of this decoder would fold it again
         return CudaLayer(
@@ -244,15 +249,15 @@ class LayerMaker:
     def _mlp(
         self, mlp: Mlp, norm: Tensor | None, norm_behind: Tensor | None, adapters: Mapping[str, AdapterMatrix]
     ) -> CudaMlp:
-        gate_up = Place(mlp.gate_up_bias, gated=True, norm=norm)
-        down = Place(mlp.down_bias, norm_behind=norm_behind)
+        gate_up = Place(mlp.gate_up.bias, gated=True, norm=norm)
+        down = Place(mlp.down.bias, norm_behind=norm_behind)
         return CudaMlp(
             self._linear(mlp.gate_up, gate_up, adapters.get("gate_up")),
             self._linear(mlp.down, down, adapters.get("down")),
         )
 
-    def _linear(self, matrix: Tensor, place: Place, adapter: AdapterMatrix | None) -> CudaLinear:
-        made, add = self._linears.make(matrix, place), self._add_adapters
+    def _linear(self, linear: Linear, place: Place, adapter: AdapterMatrix | None) -> CudaLinear:
+        made, add = self._linears.make(linear.weight, place), self._add_adapters
         if adapter is None or add is None:
             return made
         return Adapted(made, lambda source, out: add(adapter, source, out))

@@ -196,6 +196,8 @@ def _folded_norms(decoder: Decoder, index: int) -> dict[str, Tensor]:
     if isinstance(layer.mlp, Mlp):
         places.append(("gate_up", layer.mlp_norm, layer.mlp.gate_up))
     found = {
-        name: norm.float().clone() for name, norm, matrix in places if norm is not None and isinstance(matrix, Tensor)
+        name: norm.weight.float().clone()
+        for name, norm, linear in places
+        if norm is not None and isinstance(linear.weight, Tensor)
     }
     return found if decoder.device.type == "meta" else {name: norm.cpu() for name, norm in found.items()}

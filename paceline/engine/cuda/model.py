@@ -36,7 +36,7 @@ from paceline.engine.cuda.layers import BlockBuffers, CudaExperts, LayerMaker
 from paceline.engine.cuda.limits import check_supported
 from paceline.engine.cuda.lora import CudaLora, LoraSizes
 from paceline.engine.linear.base import Setting
-from paceline.engine.linear.experts import ExpertBuffers, RoutedExperts
+from paceline.engine.linear.experts import ExpertBuffers, RoutedExperts, expert_matrices
 from paceline.engine.linear.formats import Linears
 from paceline.engine.linear.packed import operand_dtype
 from paceline.engine.linear.stream import Projected, ResidualStream, StreamBuffers
@@ -47,7 +47,7 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LiveRows
 from paceline.kernels.slot_state import SlotState
 from paceline.kernels.soft_cap import soft_cap
-from paceline.model.decoder import Decoder, MixtureOfExperts, Mlp, whole_qk_factors
+from paceline.model.decoder import Decoder, MixtureOfExperts, whole_qk_factors
 from paceline.model.rank_group import vocabulary_widths
 
 AttentionKernels = Callable[[int, Tensor, Tensor], None]  # layer, qkv [T, (Q + 2K) D], out [T, Q D]
@@ -78,7 +78,7 @@ class CudaModel:
         self.kv_scales = decoder.kv_scales
         # The first token id whose embedding this rank has; None: it has all.
         self.first_id = None if self.group is None else self.group.shard.vocabulary(spec).start
-        self.embedding, self.head, self.norm = decoder.embedding, decoder.head, decoder.norm
+        self.embedding, self.head, self.norm = decoder.embedding, decoder.head.tensor, decoder.norm.weight
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.lora = CudaLora(decoder, lora, max_tokens) if lora.num_slots else None
         self._make_layers(decoder, tuning)
@@ -86,17 +86,17 @@ class CudaModel:
 
     def _make_layers(self, decoder: Decoder, tuning: GemmTuning) -> None:
         setting = Setting(self.spec, self.dtype, self.device, self.max_tokens, self.group is not None, tuning)
-        matrices = []
-        for layer in decoder.layers:
-            mlp = layer.mlp if isinstance(layer.mlp, Mlp) else layer.mlp.shared
-            matrices += [layer.qkv, layer.out, *(() if mlp is None else (mlp.gate_up, mlp.down))]
-        self._linears = Linears(setting, matrices, self.max_rows)
-        mixtures = [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, MixtureOfExperts)]
+        self._linears = Linears(setting, [linear.weight for _, _, linear in decoder.linears()], self.max_rows)
+        mixtures = decoder.mixtures
         experts = self.experts = (
             None
             if not mixtures
             else ExpertBuffers(
-                mixtures[0].options, len(mixtures), self.max_tokens, self.embedding_like, mixtures[0].expert_gate_up
+                mixtures[0].options,
+                len(mixtures),
+                self.max_tokens,
+                self.embedding_like,
+                expert_matrices(mixtures[0].expert_gate_up),
             )
         )
 
@@ -156,9 +156,9 @@ class CudaModel:
         addresses of ours."""
         self.kv_scales = decoder.kv_scales
         self.embedding.copy_(decoder.embedding)
-        self.norm.copy_(decoder.norm)
+        self.norm.copy_(decoder.norm.weight)
         if not (self.spec.tied and self.shard.is_first):  # then it is the embedding
-            self.head.copy_(decoder.head)
+            self.head.copy_(decoder.head.tensor)
         for layer, other in zip(self.layers, decoder.layers, strict=True):
             layer.load(other)
         if self.lora is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from paceline.engine.linear.base import CudaLinear
 from paceline.engine.linear.stream import Projected, ResidualStream
+from paceline.model.linear import Linear
 
 AddAdapters = Callable[[Tensor, Tensor], None]  # source, out: out += what the adapters of its rows add
 
@@ -22,7 +23,7 @@ class Adapted(CudaLinear):
         self.can_defer, self.can_accumulate = inner.can_defer, inner.can_accumulate
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self._inner.shape
 
     @property
@@ -37,8 +38,8 @@ class Adapted(CudaLinear):
         self._inner.multiply(source, out, add=add)
         self._add_adapters(source, out)
 
-    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
-        self._inner.load(weight, bias, norm)
+    def load(self, other: Linear, norm: Tensor | None = None) -> None:
+        self._inner.load(other, norm)
 
     def runs_fused(self, num_rows: int, *, fused: bool) -> bool:
         return self._inner.runs_fused(num_rows, fused=fused)

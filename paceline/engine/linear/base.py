@@ -15,24 +15,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.engine.linear.stream import Projected, ResidualStream
 from paceline.kernels.linear import GemmTuning
+from paceline.model.linear import Linear
 from paceline.model.spec import ModelSpec
-
-
-class KeptMatrix(Protocol):
-    """A matrix [N, K] in a format with fewer bits."""
-
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-    @property
-    def num_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +70,7 @@ class CudaLinear(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int]: ...
+    def shape(self) -> tuple[int, ...]: ...
 
     @property
     @abstractmethod
@@ -90,7 +80,7 @@ class CudaLinear(ABC):
     def multiply(self, source: Tensor, out: Tensor, *, add: bool = False) -> None:
         """out = source Wᵀ + b, or out += that if it `can_accumulate`. source: in the dtype of the model."""
 
-    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
+    def load(self, other: Linear, norm: Tensor | None = None) -> None:
         """Copies another matrix of the same shape, in place: CUDA graphs hold the address of this one."""
         raise AssertionError("an executor with packed matrices does not replace weights")
 

@@ -23,6 +23,7 @@ from paceline.kernels.linear import (
     num_squares,
     summed_tuning,
 )
+from paceline.model.linear import Linear
 
 _MAX_FUSED_ROWS = 128
 _MAX_SUMMED_ROWS = 2  # with more, weights are read from the L2 cache too often
@@ -62,12 +63,12 @@ class DenseLinear(CudaLinear):
     def num_bytes(self) -> int:
         return self.weight.nbytes
 
-    def load(self, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None) -> None:
-        self.weight.copy_(weight)
+    def load(self, other: Linear, norm: Tensor | None = None) -> None:
+        self.weight.copy_(other.tensor)
         if norm is not None:
             self.weight.mul_(norm.to(self.weight.device))
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
+        if self.bias is not None and other.bias is not None:
+            self.bias.copy_(other.bias)
 
     def multiply(self, source: Tensor, out: Tensor, *, add: bool = False) -> None:
         if add:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.engine.linear.base import CudaLinear, KeptMatrix, Place, Setting, Work
+from paceline.engine.linear.base import CudaLinear, Place, Setting, Work
 from paceline.engine.linear.dense import DenseLinear, DenseWork
 from paceline.engine.linear.fp8 import Fp8Linear, Fp8Work
 from paceline.engine.linear.groupwise import GroupwiseLinear, GroupwiseWork
@@ -16,6 +16,7 @@ from paceline.kernels._triton import cdiv
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.linear import LinearWorkspace
 from paceline.kernels.quantized_linear import QuantizedMatrix
+from paceline.model.linear import Matrix
 
 # The class of a matrix as it is kept -> that of what such matrices share, and that which computes one.
 _FORMATS: dict[type, tuple[Any, Any]] = {
@@ -30,9 +31,9 @@ _MIN_SPLIT_ROWS = 32  # with half as many rows, K is split into twice as many pa
 class Linears:
     """Makes the `CudaLinear`s of a model, and has what they share."""
 
-    def __init__(self, setting: Setting, matrices: Iterable[Tensor | KeptMatrix], max_rows: int) -> None:
+    def __init__(self, setting: Setting, matrices: Iterable[Matrix], max_rows: int) -> None:
         """matrices: of all layers, without experts. max_rows: of a decode batch."""
-        found: dict[type, list[Tensor | KeptMatrix]] = {}
+        found: dict[type, list[Matrix]] = {}
         for one in matrices:
             found.setdefault(type(one), []).append(one)
         self._works: dict[type, Work] = {kind: _FORMATS[kind][0](setting, ones) for kind, ones in found.items()}
@@ -44,7 +45,7 @@ class Linears:
             torch.zeros(cdiv(max(rows, 16), 16) * cdiv(widest, 16), dtype=torch.int32, device=setting.device),
         )
 
-    def make(self, matrix: Tensor | KeptMatrix, place: Place) -> CudaLinear:
+    def make(self, matrix: Matrix, place: Place) -> CudaLinear:
         made: CudaLinear = _FORMATS[type(matrix)][1](matrix, place, self._works[type(matrix)], self._workspace)
         return made
 

@@ -7,9 +7,7 @@ quantized.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -23,8 +21,9 @@ from paceline.kernels.expert_weights import (
 )
 from paceline.kernels.groupwise_linear import GroupwiseMatrix, pack_groupwise, pack_with_offsets, quantize_int4
 from paceline.kernels.quantized_linear import QuantizedMatrix, quantize_fp8
-from paceline.model.decoder import Decoder, MixtureOfExperts
+from paceline.model.decoder import Decoder
 from paceline.model.fp8_tensors import block_of_part
+from paceline.model.linear import Matrix
 from paceline.model.quantized import Fp8Tensor, Int4Tensor, Mxfp4Tensor, PackedTensor, QuantizedTensor, quantize
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Keep
@@ -39,9 +38,7 @@ def quantize_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
     mixture of experts: those of the experts. What has no kernels, a plan has refused. format: of a checkpoint, so that
     a decoder without data has its kernels: where matrices differ in bits, the first half of the layers has the fewest.
     None: as `rounding_group` chooses. A model without experts has nothing in MXFP4."""
-    layers: list[Any] = decoder.layers
-    spec = decoder.spec
-    if spec.has_experts:
+    if decoder.spec.has_experts:
         _quantize_experts(decoder, quantization, in_blocks=format is not None and format.group > 0)
         return
     if quantization == MXFP4.name:
@@ -50,56 +47,49 @@ def quantize_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
     bits = format.bits if format is not None and format.bits else ((chosen.bits,),) * 4
     group = format.group if format is not None and format.group else None
 
-    def rounded(weight: Tensor, bits: int) -> Any:
+    def rounded(weight: Tensor, bits: int) -> QuantizedMatrix | GroupwiseMatrix:
         if chosen is FP8:
             return quantize_fp8(weight)
         if chosen in GGUF_FORMATS:
             return keep_quantized(quantize(weight, bits))
         return quantize_int4(weight, group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size))
 
-    for index, layer in enumerate(layers):
-        if not isinstance(layer.qkv, Tensor):
-            continue  # stored so
-        qkv, out, gate_up, down = ((min if 2 * index < len(layers) else max)(each) for each in bits)
-        mlp = replace(layer.mlp, gate_up=rounded(layer.mlp.gate_up, gate_up), down=rounded(layer.mlp.down, down))
-        layers[index] = replace(layer, qkv=rounded(layer.qkv, qkv), out=rounded(layer.out, out), mlp=mlp)
+    for index, layer in enumerate(decoder.layers):
+        for linear, each in zip(layer.linears, bits, strict=True):
+            if isinstance(linear.weight, Tensor):  # not stored so
+                fewest = 2 * index < len(decoder.layers)
+                linear.weight = rounded(linear.weight, min(each) if fewest else max(each))
     decoder.precision = f"{decoder.precision}, weights in {title_of(quantization)}"
 
 
 def keep_expanded(decoder: Decoder, free: int) -> None:
     """Keeps weights in groups also in the dtype of activations, if that takes little enough of the `free` bytes of
     memory: batches of many rows need not expand them."""
-    layers: list[Any] = decoder.layers
-    matrices = [one for layer in layers for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
-    if decoder.dtype.itemsize * sum(math.prod(one.shape) for one in matrices) > _MAX_EXPANDED_SHARE * free:
+    linears = [linear for _, _, linear in decoder.linears()]
+    if decoder.dtype.itemsize * sum(math.prod(one.weight.shape) for one in linears) > _MAX_EXPANDED_SHARE * free:
         return
-    for index, layer in enumerate(layers):
-        qkv, out, gate_up, down = (
-            one.with_expanded(decoder.dtype) for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)
-        )
-        layers[index] = replace(layer, qkv=qkv, out=out, mlp=replace(layer.mlp, gate_up=gate_up, down=down))
+    for one in linears:
+        assert isinstance(one.weight, GroupwiseMatrix), "all matrices are in groups"
+        one.weight = one.weight.with_expanded(decoder.dtype)
     decoder.precision = f"{decoder.precision}, for large batches also in {str(decoder.dtype).removeprefix('torch.')}"
 
 
 def _quantize_experts(decoder: Decoder, quantization: str, *, in_blocks: bool) -> None:
     """in_blocks: FP8 as this rank has it of a checkpoint with a scale per block."""
-    layers: list[Any] = decoder.layers
     spec = decoder.spec
     gate_up, down = None, None
     if in_blocks and quantization == FP8.name:
         part = decoder.shard.aligned_part(decoder.whole_spec.expert_layers[0].size)
         gate_up = block_of_part(part.start, spec.expert_layers[0].size), block_of_part(0)
         down = block_of_part(0, spec.hidden_size), block_of_part(part.start)
-    for index, layer in enumerate(layers):
-        if isinstance(layer.mlp, MixtureOfExperts) and isinstance(layer.mlp.expert_gate_up, Tensor):
-            matrices: dict[str, Any] = {
-                name: quantize_mxfp4(matrix) if quantization == MXFP4.name else quantize_fp8_experts(matrix, block)
-                for name, matrix, block in (
-                    ("expert_gate_up", layer.mlp.expert_gate_up, gate_up),
-                    ("expert_down", layer.mlp.expert_down, down),
-                )
-            }
-            layers[index] = replace(layer, mlp=replace(layer.mlp, **matrices))
+
+    def rounded(weight: Matrix, block: tuple[int, int] | None) -> Matrix:
+        if not isinstance(weight, Tensor):
+            return weight  # stored so
+        return quantize_mxfp4(weight) if quantization == MXFP4.name else quantize_fp8_experts(weight, block)
+
+    for mlp in decoder.mixtures:
+        mlp.expert_gate_up, mlp.expert_down = rounded(mlp.expert_gate_up, gate_up), rounded(mlp.expert_down, down)
     decoder.precision = f"{decoder.precision}, experts in {title_of(quantization)}"
 
 

@@ -14,9 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from paceline.engine.linear.base import CudaLinear, KeptMatrix, Place, Work
+from paceline.engine.linear.base import CudaLinear, Place, Work
 from paceline.engine.linear.stream import Projected, ResidualStream
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
+from paceline.model.linear import PackedWeight
 
 
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,12 +32,12 @@ class PackedWork(Work):
 class PackedLinear(CudaLinear):
     kernel: ClassVar[Callable[..., None]]  # for few rows: x, matrix, out, tuning and what else `quantized_linear` takes
 
-    def __init__(self, matrix: KeptMatrix, place: Place, work: PackedWork, workspace: LinearWorkspace) -> None:
+    def __init__(self, matrix: PackedWeight, place: Place, work: PackedWork, workspace: LinearWorkspace) -> None:
         super().__init__(place)
         self.norm, self._packed, self._packed_work, self._workspace = place.norm, matrix, work, workspace
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         return self._packed.shape
 
     @property

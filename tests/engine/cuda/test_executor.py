@@ -116,9 +116,14 @@ def test_weights_of_experts_are_replaced_in_place() -> None:
         changed = decoder("tiny-qwen2-moe")
         for layer in changed.layers:
             assert isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shared is not None
-            for weight in (layer.mlp.router, layer.mlp.expert_gate_up, layer.mlp.expert_down, layer.mlp.shared.down):
+            for weight in (
+                layer.mlp.router,
+                layer.mlp.expert_gate_up,
+                layer.mlp.expert_down,
+                layer.mlp.shared.down.weight,
+            ):
                 weight.copy_(weight.flip(0))
-            layer.mlp.shared.gate_up.neg_()
+            layer.mlp.shared.gate_up.weight.neg_()
             layer.mlp.shared_gate.neg_()
         return changed
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch import Tensor
+import torch
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
@@ -16,6 +15,7 @@ from paceline.engine.precision import rounding_group
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Dense
+from paceline.model.linear import expanded
 from paceline.model.shapes import shape, vary
 from paceline.model.weights import load_decoder, random_weights
 from paceline.text.synthetic import synthetic_tokenizer
@@ -43,13 +43,8 @@ def in_groups_of_32(name: str) -> Decoder:
 
 def dequantized(model: Decoder) -> Decoder:
     """The same model with the values of its 4-bit weights in float32."""
-    for index, layer in enumerate(model.layers):
-        qkv, out, gate_up, down = (
-            one if isinstance(one, Tensor) else one.dequantize()
-            for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
-        )
-        mlp = replace(layer.mlp, gate_up=gate_up, down=down)  # type: ignore[call-arg]
-        model.layers[index] = replace(layer, qkv=qkv, out=out, mlp=mlp)
+    for *_, linear in model.linears():
+        linear.weight = expanded(linear.weight, torch.float32)
     return model
 
 

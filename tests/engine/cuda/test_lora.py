@@ -106,8 +106,8 @@ def test_adapters_follow_weights_that_are_replaced(tmp_path: Path) -> None:
         other = decoder("tiny-qwen3")
         for layer in other.layers:
             assert layer.attention_norm is not None and layer.mlp_norm is not None
-            layer.attention_norm.mul_(1.5)
-            layer.mlp_norm.copy_(layer.mlp_norm.flip(0))
+            layer.attention_norm.weight.mul_(1.5)
+            layer.mlp_norm.weight.copy_(layer.mlp_norm.weight.flip(0))
         model = decoder("tiny-qwen3") if is_replaced else other
         llm, device = on_kernels("tiny-qwen3", model=model, lora={"max_loras": 2, "max_lora_rank": 16})
         with llm:

@@ -19,6 +19,7 @@ from paceline.kernels.linear import decode_tuning
 from paceline.kernels.quantize_rows import apply_scales, quantize_rows, quantize_rows_reference
 from paceline.kernels.quantized_linear import quantize_fp8
 from paceline.kernels.silu_mul import gated_reference, silu_mul_reference
+from paceline.model.norm import weight_of
 from paceline.model.shapes import shape
 from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.kernels.cases import poisoned, relative_error
@@ -57,16 +58,19 @@ def test_a_forward_pass_is_that_of_dequantized_weights(name: str, rows: int, mon
         return out if norm is None else torch.nn.functional.rms_norm(out, (len(norm),), norm, eps)
 
     for layer in model.layers:
-        q = linear(x, layer.qkv, layer.qkv_bias, fused, norm=layer.attention_norm, eps=eps)[:, : mixer.q_size]
+        attention_norm, mlp_norm = weight_of(layer.attention_norm), weight_of(layer.mlp_norm)
+        q = linear(x, layer.qkv.weight, layer.qkv.bias, fused, norm=attention_norm, eps=eps)[:, : mixer.q_size]
         if mixer.qk_norm == "whole":
             assert layer.qk_norm is not None
             q = added(q, layer.qk_norm[: mixer.num_heads].flatten())
-        x = x + added(linear(torch.tanh(q), layer.out, None, fused), layer.attention_post_norm)
-        gate_up = linear(x, layer.mlp.gate_up, None, fused, norm=layer.mlp_norm, eps=eps)
+        x = x + added(linear(torch.tanh(q), layer.out.weight, None, fused), weight_of(layer.attention_post_norm))
+        mlp = layer.dense
+        assert mlp is not None
+        gate_up = linear(x, mlp.gate_up.weight, None, fused, norm=mlp_norm, eps=eps)
         if gelu:
             gate_up = gated_reference(gate_up, gelu=True)
-        x = x + added(linear(gate_up, layer.mlp.down, None, fused, gated=not gelu), layer.mlp_post_norm)
-    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm, spec.rms_eps)
+        x = x + added(linear(gate_up, mlp.down.weight, None, fused, gated=not gelu), weight_of(layer.mlp_post_norm))
+    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm.weight, spec.rms_eps)
     assert relative_error(found, normed) < 1e-4
 
 

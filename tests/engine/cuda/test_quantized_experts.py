@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from paceline.engine.cuda.model import CudaModel
 from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder, MixtureOfExperts, scaled
+from paceline.model.decoder import Decoder, scaled
 from paceline.model.shapes import shape
 from paceline.parallel.threads import ThreadGroup
 from paceline.text.synthetic import synthetic_tokenizer
@@ -38,13 +37,9 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 def dequantized(model: Decoder) -> Decoder:
     """With experts as they are in fewer bits, in the dtype of the model."""
-    layers: list[Any] = model.layers
-    for index, layer in enumerate(layers):
-        if isinstance(layer.mlp, MixtureOfExperts):
-            matrices: Any = {name: getattr(layer.mlp, name) for name in ("expert_gate_up", "expert_down")}
-            assert not any(isinstance(one, Tensor) for one in matrices.values())
-            mlp = replace(layer.mlp, **{name: one.dequantize() for name, one in matrices.items()})
-            layers[index] = replace(layer, mlp=mlp)
+    for mlp in model.mixtures:
+        assert not isinstance(mlp.expert_gate_up, Tensor) and not isinstance(mlp.expert_down, Tensor)
+        mlp.expert_gate_up, mlp.expert_down = mlp.expert_gate_up.dequantize(), mlp.expert_down.dequantize()
     return model
 
 
@@ -117,4 +112,4 @@ def test_columns_that_are_in_no_groups_are_refused() -> None:
         plan_of(shape("tiny-gpt-oss"), "cuda", quantization="mxfp4")
     dense = decoder("tiny-qwen3")
     quantize_decoder(dense, "mxfp4")
-    assert isinstance(dense.layers[0].qkv, Tensor), "a draft model without experts stays as it is"
+    assert isinstance(dense.layers[0].qkv.weight, Tensor), "a draft model without experts stays as it is"
