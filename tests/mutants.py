@@ -1310,7 +1310,7 @@ MUTANTS = [
     Mutant(
         "kernels for matrices with the fewest bits of a GGUF file are not compiled ahead",
         "engine/linear/pack.py",
-        "(min if 2 * index < len(layers) else max)(each)",
+        "min(each) if fewest else max(each)",
         "max(each)",
         ("tests/kernels/test_variants.py::test_random_requests_launch_nothing_that_is_not_listed",),
     ),

@@ -26,7 +26,7 @@ from paceline.config import ConfigError
 from paceline.engine.pass_features import FinishedRequests, PassFeatures
 from paceline.engine.recording import Header, Mark, RecordedPass, RecordedRequest, read_recording
 from paceline.scheduler.plan import DRAFT_DEPTHS
-from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PROMPT_TERMS, Linear, Profile
+from paceline.simulator.profile import DECODE_TERMS, ENDED_TERMS, HOST_TERMS, PROMPT_TERMS, LinearCost, Profile
 
 Matrix = npt.NDArray[np.float64]
 _HELD_OUT = 5
@@ -223,8 +223,8 @@ def _columns(values: Iterable[PassFeatures | FinishedRequests], terms: Sequence[
     return np.array([[float(getattr(one, term)) for term in terms] for one in values])
 
 
-def _linear(base: float, terms: Sequence[str], found: Iterable[float]) -> Linear:
-    return Linear(float(base), {term: float(value) for term, value in zip(terms, found, strict=True) if value})
+def _linear(base: float, terms: Sequence[str], found: Iterable[float]) -> LinearCost:
+    return LinearCost(float(base), {term: float(value) for term, value in zip(terms, found, strict=True) if value})
 
 
 def _mean(rows: Matrix, seconds: Matrix) -> Matrix:
@@ -246,7 +246,7 @@ def _robust(rows: Matrix, seconds: Matrix) -> Matrix:
 class _DecodeFit(NamedTuple):
     bucket_s: list[float]
     sharing_s: list[float]
-    decode: Linear
+    decode: LinearCost
 
 
 def _decodes(passes: Sequence[PassFeatures], seconds: Matrix, buckets: Sequence[int]) -> _DecodeFit:
@@ -279,7 +279,7 @@ def _interpolation(at: Matrix, points: Sequence[int]) -> Matrix:
     return np.stack(weights, 1) if weights else np.zeros((len(at), 0))
 
 
-def _prompts(passes: Sequence[RecordedPass]) -> Linear:
+def _prompts(passes: Sequence[RecordedPass]) -> LinearCost:
     working = [one for one in passes if not _waits_for_launch(one)]
     chosen = working if len(working) >= _PROMPTS else passes
     ones = np.ones((len(chosen), 1))
@@ -293,7 +293,7 @@ def _waits_for_launch(one: RecordedPass) -> bool:
     return one.features.has_prompts and (one.device_s or 0.0) <= one.launch_s and one.wait_s <= 1e-3
 
 
-def _host(steps: Sequence[LoopStep]) -> tuple[Linear, Linear, float]:
+def _host(steps: Sequence[LoopStep]) -> tuple[LinearCost, LinearCost, float]:
     """Host time per step, per finished request, and the part of a launch that overlaps with the device."""
     steps = [one for one in steps if one.line.num_in_flight]  # with no pass in flight the host may have slept
     ours = np.hstack([np.ones((len(steps), 1)), _columns((one.line.features for one in steps), HOST_TERMS)])

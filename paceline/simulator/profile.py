@@ -48,7 +48,7 @@ HOST_TERMS = (
 ENDED_TERMS = ("has_requests", "num_requests", "prompt_tokens", "output_tokens")
 
 
-class Linear(msgspec.Struct, frozen=True, dict=True):
+class LinearCost(msgspec.Struct, frozen=True, dict=True):
     """A linear model of seconds: a base plus a coefficient per feature."""
 
     base: float
@@ -70,10 +70,10 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
     kv_tokens: int  # size of the KV cache beside the model
     buckets: list[int]
     bucket_s: list[float]
-    decode: Linear  # added to the time of the graph
-    prompt: Linear
-    host: Linear  # one step of the loop: results of a pass, planning and launching the next
-    ended: Linear  # host time for requests that finished in between
+    decode: LinearCost  # added to the time of the graph
+    prompt: LinearCost
+    host: LinearCost  # one step of the loop: results of a pass, planning and launching the next
+    ended: LinearCost  # host time for requests that finished in between
     launch_s: float  # host time to launch a prefill batch while the device runs its first kernels
     swap_token_s: float | None = None  # to copy the KV of a token to or from host memory; None: unknown
     swap_source: str = ""  # where swap_token_s comes from

@@ -15,7 +15,7 @@ from paceline.engine.pass_features import PassFeatures
 from paceline.engine.virtual.tensor_parallel import RankWork
 from paceline.model.shapes import SHAPES
 from paceline.model.spec import ModelSpec
-from paceline.simulator.profile import Linear, Profile
+from paceline.simulator.profile import LinearCost, Profile
 
 
 class ShardedProfile(Profile, frozen=True, dict=True, kw_only=True):
@@ -73,8 +73,8 @@ def shard_profile(profile: Profile, num_ranks: int) -> Profile:
     return ShardedProfile(**(msgspec.structs.asdict(profile) | changed), work=work)
 
 
-def _divided(base: float, linear: Linear, shares: Mapping[str, float]) -> Linear:
-    return Linear(base, {name: value * shares[name] for name, value in linear.per.items()})
+def _divided(base: float, linear: LinearCost, shares: Mapping[str, float]) -> LinearCost:
+    return LinearCost(base, {name: value * shares[name] for name, value in linear.per.items()})
 
 
 def _spec_of(profile: Profile) -> ModelSpec:

@@ -18,7 +18,7 @@ from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
 from paceline.request import Request, SamplingParams
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import Comparison, scheduler_config
-from paceline.simulator.profile import Linear, ProfileTiming, load_profile, profile_names
+from paceline.simulator.profile import LinearCost, ProfileTiming, load_profile, profile_names
 from paceline.simulator.run import ServedRequest, SimulationResult, max_min_shares, simulate
 from paceline.simulator.workloads import EOS, Arrival, make_workload
 
@@ -111,7 +111,9 @@ def test_finished_requests_cost_host_time_before_the_next_launch() -> None:
     arrivals = [Arrival(0.0, "short", tokens, tokens[:10]), Arrival(0.0, "long", tokens + 1, tokens[:30])]
     free, busy = (
         simulate(
-            arrivals, SchedulerConfig(), msgspec.structs.replace(H200, ended=Linear(0.0, {"output_tokens": seconds}))
+            arrivals,
+            SchedulerConfig(),
+            msgspec.structs.replace(H200, ended=LinearCost(0.0, {"output_tokens": seconds})),
         )
         for seconds in (0.0, 0.01)
     )

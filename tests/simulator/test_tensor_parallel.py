@@ -8,7 +8,7 @@ import pytest
 from paceline.config import ConfigError, WorkloadConfig
 from paceline.engine.pass_features import PassFeatures
 from paceline.simulator.compare import scheduler_config
-from paceline.simulator.profile import DECODE_TERMS, PROMPT_TERMS, Linear, Profile, load_profile, profile_names
+from paceline.simulator.profile import DECODE_TERMS, PROMPT_TERMS, LinearCost, Profile, load_profile, profile_names
 from paceline.simulator.run import simulate
 from paceline.simulator.scenarios import LARGE, SMALL, tensor_parallel
 from paceline.simulator.tensor_parallel import ShardedProfile, shard_profile
@@ -64,7 +64,7 @@ def test_more_work_never_takes_less_time(gpu: str) -> None:
 def test_every_term_that_a_fit_may_have_is_divided_by_a_rule() -> None:
     given = {name: dict.fromkeys(terms, 2e-8) for name, terms in (("decode", DECODE_TERMS), ("prompt", PROMPT_TERMS))}
     given["prompt"]["num_prompt_tokens"] = 2e-6
-    linears = {name: Linear(0.0, per) for name, per in given.items()}
+    linears = {name: LinearCost(0.0, per) for name, per in given.items()}
     profile = shard_profile(msgspec.structs.replace(load_profile(SMALL), **linears), 2)
     for name, per in given.items():
         found = getattr(profile, name).per
