@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.layers import Activation, Attention, Dense, Experts, LayerSpec, Rotation
-from paceline.model.linear import Linear, Matrix, expanded
+from paceline.model.linear import Linear, Matrix, Table, expanded
 from paceline.model.lora import AddAdapters, LayerAdapter, LoraRows, LoraWeights
 from paceline.model.norm import Norm, rms_norm
 from paceline.model.rank_group import RankGroup, StageLink, embed, shard_of
@@ -212,10 +212,11 @@ class Decoder:
         group: RankGroup | None = None,
         stages: StageLink | None = None,
         kv_scales: Tensor | None = None,
+        table: Table | None = None,
     ) -> None:
         """`spec` is that of the whole model, `weights` are the fused tensors of `layout.target_shapes(spec, shard)`.
         Positions below `max_positions` (default: the model's context) can be used. kv_scales [layers, 2, 1]: those of
-        an FP8 KV cache, if the model has some."""
+        an FP8 KV cache, if the model has some. table: the embedding, if it is packed; the head is in `weights` then."""
         self.kv_scales = kv_scales
         self.whole_spec, self.group, self.stages = spec, group, stages
         self.shard = shard_of(group or stages)
@@ -227,8 +228,10 @@ class Decoder:
         self.precision = str(self.dtype).removeprefix("torch.")
         none = some.new_empty(0)  # of a stage that does not need it
         self._eps = torch.full((1, 1), spec.rms_eps, device=self.device)
-        self.embedding = tensors["embedding"] if self.shard.is_first else none
-        self.head = Linear(tensors["embedding" if spec.tied else "head"] if self.shard.is_last else none, name="head")
+        self._table = table
+        self.embedding = tensors["embedding"] if self.shard.is_first and table is None else none
+        head = weights["head" if "head" in weights else "embedding"] if self.shard.is_last else none
+        self.head = Linear(head, name="head")
         self.logit_scale = spec.logit_scale  # 1 if it is folded into the head
         self.norm = Norm(tensors["norm"] if self.shard.is_last else none, self._eps)
         self.max_positions = max_positions or spec.context_tokens
@@ -247,7 +250,8 @@ class Decoder:
         with adapters, as `prepare_adapter` returns them."""
         rotations = [rotation_at(table, positions) for table in self.rope_tables]  # one gather for all layers
         if self.stages is None or self.shard.is_first:
-            x = scaled(embed(self.group, self.spec, self.embedding, tokens), self.spec.embedding_scale)
+            table = self.embedding if self._table is None else self._table
+            x = scaled(embed(self.group, self.spec, table, tokens), self.spec.embedding_scale)
         else:
             x = self.stages.receive(len(tokens), self.spec.hidden_size, self.dtype)
         for index, layer in enumerate(self.layers):

@@ -28,12 +28,25 @@ class PackedWeight(Protocol):
         """Its values."""
 
 
+class PackedTable(PackedWeight, Protocol):
+    """An embedding in the bits of its format."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The values of some rows."""
+
+
 Matrix = Tensor | PackedWeight
+Table = Tensor | PackedTable
 
 
 def expanded(matrix: Matrix, dtype: torch.dtype) -> Tensor:
     """The values of a matrix; a tensor is returned as it is."""
     return matrix if isinstance(matrix, Tensor) else matrix.dequantize(dtype)
+
+
+def rows_of(table: Table, ids: Tensor) -> Tensor:
+    """Rows [T, H] of an embedding by their ids [T]."""
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
 class Linear:

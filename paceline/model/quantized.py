@@ -52,10 +52,22 @@ class QuantizedTensor(PackedTensor):
     scales: Tensor  # [rows, groups] float32, with the precision of float16; so are the offsets
     offsets: Tensor
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         columns = self.values.shape[1]
         scales, offsets = (one.repeat_interleave(GROUP, dim=1)[:, :columns] for one in (self.scales, self.offsets))
-        return torch.addcmul(offsets, self.values.float(), scales)
+        return torch.addcmul(offsets, self.values.float(), scales).to(dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """The values of some rows."""
+        return self.map_rows(lambda rows: rows[ids]).dequantize()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes + self.offsets.nbytes
 
     @property
     def num_rows(self) -> int:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.layout import WHOLE_MODEL, Shard
+from paceline.model.linear import Table, rows_of
 from paceline.model.spec import ModelSpec
 
 
@@ -69,14 +70,14 @@ def shard_of(group: RankGroup | StageLink | None) -> Shard:
     return WHOLE_MODEL if group is None else group.shard
 
 
-def embed(group: RankGroup | None, spec: ModelSpec, embedding: Tensor, tokens: Tensor) -> Tensor:
+def embed(group: RankGroup | None, spec: ModelSpec, embedding: Table, tokens: Tensor) -> Tensor:
     """Embeddings [T, H] of token ids, of which each rank has a part."""
     if group is None:
-        return F.embedding(tokens, embedding)
+        return rows_of(embedding, tokens)
     ids = group.shard.vocabulary(spec)
     rows = tokens - ids.start
-    is_here = (rows >= 0) & (rows < len(embedding))
-    return group.all_reduce(F.embedding(rows.where(is_here, 0), embedding) * is_here[:, None])
+    is_here = (rows >= 0) & (rows < embedding.shape[0])
+    return group.all_reduce(rows_of(embedding, rows.where(is_here, 0)) * is_here[:, None])
 
 
 def gather_logits(group: RankGroup | None, spec: ModelSpec, logits: Tensor) -> Tensor:

@@ -113,27 +113,37 @@ def fuse_weights(
 class QuantizedWeights:
     """The weights of a model in 4 or 8 bits. Several threads may read matrices."""
 
-    def __init__(self, files: ModelFiles, plan: WeightsPlan, *, progress: Progress | None = None) -> None:
-        self._plan, self._stored = plan.by_name, files.stored
+    def __init__(
+        self, files: ModelFiles, plan: WeightsPlan, *, progress: Progress | None = None, shard: Shard = WHOLE_MODEL
+    ) -> None:
+        self._plan, self._stored = plan.of_stage(files.spec, shard).by_name, files.stored
         self._progress, self._done, self._lock = progress, 0, Lock()
         self._total = sum(one.num_bytes for one in self._stored.values())
-        self._parts: dict[str, list[str]] = {}  # of every matrix, in the order of its rows
-        for name, part in stored_parts(files.spec).items():
-            self._parts.setdefault(part.target, []).append(name)
-        fused = fuse_weights(files, dtype="float32", device="cpu", progress=None, only_vectors=True, keep={})
+        self._parts: dict[str, list[tuple[str, StoredPart]]] = {}  # of every matrix, in the order of its rows
+        for name, part in stored_parts(files.spec, shard).items():
+            self._parts.setdefault(part.target, []).append((name, part))
+        fused = fuse_weights(
+            files, dtype="float32", device="cpu", progress=None, shard=shard, only_vectors=True, keep={}
+        )
         self.vectors = {name: one for name, one in fused.items() if isinstance(one, Tensor)}
 
     def matrix(self, name: str) -> QuantizedTensor:
         plan = self._plan[name]
         assert plan.packed is not None, f"{name} is not packed"
         bits, is_stored = plan.packed.bits, plan.origin is Origin.STORED
-        return concatenate([self._read(self._stored[part], bits, is_stored) for part in self._parts[name]])
+        parts = self._parts[name]
+        return concatenate([self._read(self._stored[part], own.source, bits, is_stored) for part, own in parts])
 
-    def _read(self, stored: StoredTensor, bits: int, is_stored: bool) -> QuantizedTensor:
+    @property
+    def matrices(self) -> list[str]:
+        """The names of this rank's matrices."""
+        return [name for name in self._parts if is_matrix(name)]
+
+    def _read(self, stored: StoredTensor, source: tuple[slice, ...], bits: int, is_stored: bool) -> QuantizedTensor:
         if is_stored and stored.packed is not None:
-            found = stored.packed.read((), "cpu").with_offsets()
+            found = stored.packed.read(source, "cpu").with_offsets()
         else:
-            found = quantize(stored.read(()), bits)
+            found = quantize(stored.read(source), bits)
         with self._lock:
             self._done += stored.num_bytes
             if self._progress:

@@ -76,6 +76,13 @@ def test_weights_stay_as_they_are_stored(source: UnloadedModel, device: DeviceFa
     assert found.weights.num_bytes < wide.weights.num_bytes == wide.weights.loading_bytes
 
 
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2}, {"tp": 2, "quantization": "q8"}])
+def test_ranks_of_a_cpu_keep_weights_in_4_and_8_bits(options: dict[str, Any]) -> None:
+    found = resolved(stored_in(shape("smollm2-135m"), Q4), HOST, **options)
+    assert found.config.quantization == options.get("quantization", GGUF)
+    assert not any(one.is_warning for one in found.choices)
+
+
 @pytest.mark.parametrize(
     ("spec", "format", "group"),
     [(LARGE, FP8, 0), (LARGE, INT4, 128), (shape("tiny-gemma2"), FP8, 0), (shape("tiny-olmo2"), INT4, 32)],
@@ -98,8 +105,7 @@ def test_a_gpu_keeps_weights_whatever_the_norms_and_with_adapters(
         (stored_in(LARGE, INT4, group=128), GPU, {"tp": 16}, "tp 16 divides columns that have one scale", True),
         (stored_in(LARGE, INT4, group=128), GPU, {"dtype": "float16"}, "dtype is float16", False),
         (stored_in(DENSE, Q4), GPU, {}, "that is faster for a model as small as this", False),
-        (stored_in(DENSE, Q4), HOST, {"tp": 2}, "compute a whole model, and tp or pp is given", True),
-        (stored_in(DENSE, Q4), HOST, {"pp": 2}, "compute a whole model, and tp or pp is given", True),
+        (stored_in(DENSE, INT4, group=64), HOST, {"tp": 3}, "tp 3 divides columns that have one scale", True),
         (stored_in(DENSE, Q8), HOST, {"dtype": "bfloat16"}, "dtype is bfloat16", False),
         (stored_in(DENSE, FP8, group=0), HOST, {}, "a CPU has no kernels for them", True),
         (stored_in(shape("tiny-qwen3-moe"), Q4), HOST, {}, "there are no kernels for experts in 4 and 8 bits", True),
@@ -132,7 +138,6 @@ def test_what_is_expanded_says_why(
         (UnloadedModel(DENSE), HOST, {"quantization": "int4"}, "the device is a CPU: set quantization to q4, or"),
         (UnloadedModel(DENSE), HOST, {"quantization": "mxfp4"}, "the device is a CPU: leave it out"),
         (UnloadedModel(DENSE), HOST, {"quantization": "q4"}, "load is 'random': give a model"),
-        (stored_in(DENSE, Q4), HOST, {"quantization": "q4", "tp": 2}, "tp or pp is given: set them to 1"),
         (stored_in(DENSE, Q4), HOST, {"quantization": "q4", "dtype": "bfloat16"}, "dtype is 'bfloat16': leave it out"),
         (UnloadedModel(shape("tiny-qwen3-moe")), HOST, {"quantization": "q4"}, "the model has experts, whose weights"),
         (

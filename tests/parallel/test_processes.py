@@ -96,12 +96,22 @@ def test_two_processes_generate_and_end_with_the_engine(shape: str) -> None:
 
 
 @pytest.mark.cluster
-def test_two_stages_of_the_default_model_generate_and_end_with_the_engine(smollm2_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [({"pp": 2, "dtype": "float32"}, "float32"), ({"pp": 2}, "4- and 8-bit"), ({"tp": 2}, "4- and 8-bit")],
+    ids=str,
+)
+def test_the_default_model_is_divided_in_the_bits_of_its_file(
+    options: dict[str, Any], precision: str, smollm2_path: Path
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    with LLM(str(smollm2_path), pp=2, dtype="float32", kv_tokens=512) as llm:
+    with LLM(str(smollm2_path), kv_tokens=512, **options) as llm:
+        assert llm.engine.info.dtype == precision and llm.engine.executor.capabilities.weights == (
+            precision == "float32"
+        )
         outputs = llm.generate([[504, 3575, 282, 4649, 314], [504, 3575]], params)
         assert outputs[0].token_ids == [7042, 30, 198, 198, 504, 2988, 314, 42]
-        assert len(ranks_of(os.getpid())) == 1
+        assert len(ranks_of(os.getpid())) == max(options.get("pp", 1), options.get("tp", 1)) - 1
     assert not ranks_of(os.getpid())
 
 

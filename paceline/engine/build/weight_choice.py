@@ -99,8 +99,6 @@ def _refuse(given: str, source: UnloadedModel, config: EngineConfig, device: Dev
         if not all(CPU in one.kernels for one in formats):
             nearest = _ON_CPU.get(given)
             what = f"the device is a CPU: {f'set quantization to {nearest}, or ' if nearest else ''}leave it out"
-        elif config.num_ranks > 1:
-            what = "tp or pp is given: set them to 1, or quantization to none"
         elif spec.has_experts:
             what = "the model has experts, whose weights are not kept in 4 or 8 bits: set it to none"
         elif source.files is None:
@@ -140,12 +138,13 @@ def _why_not_kept(source: UnloadedModel, config: EngineConfig, device: DeviceFac
 def _why_not_on_cpu(source: UnloadedModel, config: EngineConfig, device: DeviceFacts, tp: int) -> _Reason | None:
     if source.quantization not in (GGUF, INT4.name):
         return _Reason("a CPU has no kernels for them")
-    if config.num_ranks > 1:
-        return _Reason("kernels for 4 and 8 bits compute a whole model, and tp or pp is given")
     if source.spec.has_experts:
         return _Reason("there are no kernels for experts in 4 and 8 bits")
     if device.native_error is not None:
         return _Reason(f"kernels for 4 and 8 bits: {device.native_error}")
+    assert source.files is not None, "the file is quantized"
+    if not _can_divide(source.files, tp, lambda _: True):
+        return _Reason(f"tp {tp} divides columns that have one scale")
     return None
 
 
@@ -163,7 +162,7 @@ def _why_not_on_gpu(source: UnloadedModel, config: EngineConfig, device: DeviceF
             return _Reason(_NO_EXPERTS)
         if any(one.block_rows > 1 and kind not in one.format.block_kinds for one in stored):
             return _Reason("only experts have kernels for scales of blocks")
-    if not _can_divide(files, tp):
+    if not _can_divide(files, tp, lambda name: is_kept_on_gpu(name, spec)):
         return _Reason(f"tp {tp} divides columns that have one scale")
     return None
 
@@ -182,13 +181,13 @@ def _largest_linear(spec: ModelSpec) -> int:
     return max(math.prod(shape) for name, shape in target_shapes(spec).items() if "." in name and is_matrix(name))
 
 
-def _can_divide(files: ModelFiles, tp: int) -> bool:
+def _can_divide(files: ModelFiles, tp: int, is_kept: Callable[[str], bool]) -> bool:
     """Whether the part of every rank begins at a column where a scale begins, or a block may be divided."""
     spec, first = files.spec, _first_layers(files.spec)
     units = {
         name: _unit(files.stored[name].packed)
         for name, part in stored_parts(spec).items()
-        if name.startswith(first) and is_kept_on_gpu(part.target, spec)
+        if name.startswith(first) and is_matrix(part.target) and is_kept(part.target)
     }
     if max(units.values()) == 1:
         return True
@@ -200,7 +199,8 @@ def _can_divide(files: ModelFiles, tp: int) -> bool:
 
 
 def _unit(packed: PackedForm | None) -> int:
-    assert packed is not None, "all matrices that are kept are packed"
+    if packed is None or not packed.is_stored:  # its part is rounded
+        return 1
     return packed.format.least_columns if packed.block_rows > 1 else packed.group or 1
 
 

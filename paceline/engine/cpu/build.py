@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
-from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 
 
 def build_cpu(
@@ -26,21 +26,21 @@ def build_cpu(
     if stages is not None and not stages.shard.is_last:
         from paceline.engine.cpu.stages import StageRunner
 
-        return CpuExecutor(
-            StageRunner(decoder, stages, **sizes), num_threads=config.threads, max_lora_rank=config.max_lora_rank
+        executor = CpuExecutor(StageRunner(decoder, stages, **sizes), **options)
+    else:
+        runner = CpuModelRunner(
+            decoder,
+            **sizes,
+            share_host=config.role == "decode",
+            adapt_drafts=not scheduler.adaptive_drafts,
+            draft=draft,
         )
-    runner = CpuModelRunner(
-        decoder,
-        **sizes,
-        share_host=config.role == "decode",
-        adapt_drafts=not scheduler.adaptive_drafts,
-        draft=draft,
-    )
-    if stages is None:
-        executor = CpuExecutor(runner, **options)
-        if isinstance(decoder, QuantizedModel):
-            executor.capabilities = replace(executor.capabilities, weights=False)
-        return executor
-    from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need
+        if stages is None:
+            executor = CpuExecutor(runner, **options)
+        else:
+            from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need
 
-    return CpuExecutor(LastStageRunner(runner, stages), **options)
+            executor = CpuExecutor(LastStageRunner(runner, stages), **options)
+    if decoder.is_packed:
+        executor.capabilities = replace(executor.capabilities, weights=False)
+    return executor

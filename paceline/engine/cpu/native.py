@@ -17,7 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from paceline.model.fetch import cache_folder
 from paceline.model.quantized import GROUP, QuantizedTensor, quantize
 
 FOLDER = Path(__file__).with_suffix("")  # native.c and its headers
+LOADING_THREADS = 2  # each holds one matrix beside its packed form
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")
 _COMPILE_S = 120
 _TOLERANCE = 1e-4  # of a result of magnitude 1: sums of float32 in another order
@@ -134,13 +135,33 @@ def return_free_memory() -> None:
 class PackedMatrix:
     """A quantized matrix in the library's layout."""
 
-    __slots__ = ("_data", "struct")
+    __slots__ = ("_data", "_library", "bits", "shape", "struct")
 
     def __init__(self, library: NativeLibrary, weight: QuantizedTensor, bias: Tensor | None = None) -> None:
         rows, columns = weight.values.shape
+        self._library, self.shape, self.bits = library, (rows, columns), weight.bits
         self._data = (library.pack(weight), bias)
         pointer = None if bias is None else bias.data_ptr()
         self.struct = Matrix(self._data[0].data_ptr(), pointer, rows, columns, weight.bits, 0)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data[0].nbytes
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """x W' + b."""
+        return self._library.linear(self, x)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Its values, by multiplication with the unit matrix."""
+        assert self._data[1] is None, "the bias would be added"
+        return self.multiply(torch.eye(self.shape[1])).T.to(dtype)
+
+
+def title_of_bits(matrices: Collection[PackedMatrix]) -> str:
+    """For humans."""
+    fewest, most = (pick(one.bits for one in matrices) for pick in (min, max))
+    return f"{fewest}-bit" if fewest == most else f"{fewest}- and {most}-bit"
 
 
 class NativeLibrary:

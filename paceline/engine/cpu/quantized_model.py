@@ -21,7 +21,17 @@ from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.inputs import Index, Inputs
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.cpu.native import AdaptedMatrix, Batch, Layer, LowRankPart, Model, NativeLibrary, PackedMatrix
+from paceline.engine.cpu.native import (
+    LOADING_THREADS,
+    AdaptedMatrix,
+    Batch,
+    Layer,
+    LowRankPart,
+    Model,
+    NativeLibrary,
+    PackedMatrix,
+    title_of_bits,
+)
 from paceline.model.decoder import Attend, Decoder, scaled, soft_cap
 from paceline.model.layers import ACTIVATIONS, Dense
 from paceline.model.layout import WHOLE_MODEL
@@ -33,7 +43,6 @@ from paceline.model.spec import ModelSpec
 _NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "qk_norm")
 _MATRICES = ("qkv", "out", "gate_up", "down")
 _PER_LAYER = ("window", "rope", "rotary_dim", "residual_scale")  # what may differ between layers
-_LOADING_THREADS = 2  # each holds one matrix beside its packed form
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,6 +122,7 @@ class QuantizedModel:
     dtype = torch.float32  # of all that is not a matrix
     kv_dtype = torch.bfloat16
     kv_scales = None
+    is_packed = True
     group = None
     stages = None
     shard = WHOLE_MODEL
@@ -133,16 +143,13 @@ class QuantizedModel:
         assert isinstance(ffn, Dense), "a plan keeps no experts in 4 or 8 bits on a CPU"
         self.spec = self.whole_spec = spec
         self._library = library
-        bits: list[int] = []
 
         def packed(name: str) -> PackedMatrix:
-            weight = read_matrix(name)
-            bits.append(weight.bits)
-            return PackedMatrix(library, weight, vectors.get(f"{name}_bias"))
+            return PackedMatrix(library, read_matrix(name), vectors.get(f"{name}_bias"))
 
         names = [f"{index}.{name}" for index in range(spec.num_layers) for name in _MATRICES]
         names += ["embedding"] if spec.tied else ["embedding", "head"]
-        with ThreadPoolExecutor(_LOADING_THREADS) as pool:
+        with ThreadPoolExecutor(LOADING_THREADS) as pool:
             matrices = dict(zip(names, pool.map(packed, names), strict=True))
         positions = max_positions or spec.context_tokens
         ropes = {one: rope_table(one, positions, torch.device("cpu")) for one in spec.rotations}
@@ -178,8 +185,7 @@ class QuantizedModel:
             full_qk_norm=mixer.qk_norm == "whole",
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
-        fewest, most = min(bits), max(bits)
-        self.precision = f"{fewest}-bit" if fewest == most else f"{fewest}- and {most}-bit"
+        self.precision = title_of_bits(matrices.values())
         if library.has_tiles:
             self.precision += ", for prompts bfloat16 (AMX)"
 

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 
 from paceline.engine.cpu.linear import CpuLinear, arrange
+from paceline.engine.cpu.native import PackedMatrix, native_library, round_inputs
+from paceline.engine.cpu.native_linear import NativeLinear
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Experts
 from paceline.model.linear import Linear
+from paceline.model.quantized import quantize
 from paceline.model.shapes import shape, vary
 from paceline.model.weights import random_decoder, random_weights
+from tests.helpers import needs_compiler
 from tests.model.contiguous_cache import ContiguousCache
 
 TOKENS = [5, 9, 2, 80, 41]
@@ -104,3 +108,17 @@ def outputs(decoder: Decoder) -> tuple[Tensor, Tensor]:
     """Hidden states and logits."""
     hidden = decoder.forward(torch.tensor(TOKENS), torch.arange(len(TOKENS)), ContiguousCache(decoder).attend)
     return decoder.states(hidden), decoder.logits(hidden)
+
+
+@needs_compiler
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_matrices_in_4_and_8_bits_give_the_result_of_the_reference(bits: int, has_bias: bool) -> None:
+    """Inputs are rounded to 15 bits."""
+    generator = torch.Generator().manual_seed(bits)
+    weight, bias, x = (torch.randn(*size, generator=generator) for size in ((40, 64), (40,), (5, 64)))
+    reference = Linear(quantize(weight, bits), bias if has_bias else None, "out")
+    packed = PackedMatrix(native_library(), quantize(weight, bits))
+    found = NativeLinear(reference, packed)
+    torch.testing.assert_close(found(x), reference(round_inputs(x)), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(packed.dequantize(), quantize(weight, bits).dequantize(), atol=1e-5, rtol=1e-5)

@@ -340,7 +340,7 @@ def test_checking_the_library_starts_no_openmp_threads() -> None:
         ({"dtype": "bfloat16"}, "cpu", ("bfloat16", "none")),
         ({"quantization": "none"}, "cpu", ("float32", "none")),
         ({"quantization": "q8"}, "cpu", ("float32", "q8")),
-        ({"tp": 2}, "cpu", ("float32", "none")),
+        ({"tp": 2}, "cpu", ("float32", "gguf")),
         ({}, "cuda", ("bfloat16", "none")),  # the model is small
         ({"quantization": "gguf"}, "cuda", ("bfloat16", "gguf")),
         ({"quantization": "q8"}, "cuda", ("bfloat16", "q8")),
@@ -364,7 +364,6 @@ def test_a_file_of_sixteen_bits_and_random_weights_are_not_quantized(tmp_path: P
     ("options", "device", "message"),
     [
         ({"dtype": "float16"}, "cuda", "dtype is 'float16'"),
-        ({"tp": 2}, "cpu", "tp or pp is given"),
         ({"dtype": "bfloat16"}, "cpu", "dtype is 'bfloat16'"),
     ],
 )
