@@ -7,6 +7,7 @@ quantized.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
@@ -23,12 +24,22 @@ from paceline.kernels.groupwise_linear import GroupwiseMatrix, pack_groupwise, p
 from paceline.kernels.quantized_linear import QuantizedMatrix, quantize_fp8
 from paceline.model.decoder import Decoder
 from paceline.model.fp8_tensors import block_of_part
-from paceline.model.linear import Matrix
+from paceline.model.linear import Matrix, PackedWeight
 from paceline.model.quantized import Fp8Tensor, Int4Tensor, Mxfp4Tensor, PackedTensor, QuantizedTensor, quantize
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import Keep
 from paceline.model.weights_plan import WeightsPlan
-from paceline.weight_formats import FP8, GGUF_FORMATS, MXFP4, Q8, WEIGHT_FORMATS, MatrixKind, title_of
+from paceline.weight_formats import (
+    FP8,
+    GGUF_FORMATS,
+    INT4,
+    MXFP4,
+    Q8,
+    WEIGHT_FORMATS,
+    MatrixKind,
+    WeightFormat,
+    title_of,
+)
 
 _MAX_EXPANDED_SHARE = 0.4  # of the free memory; the KV cache needs the rest
 
@@ -45,20 +56,13 @@ def quantize_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
         return
     chosen = WEIGHT_FORMATS.get(quantization, Q8)  # of a GGUF file: what has another format is rounded to this
     bits = format.bits if format is not None and format.bits else ((chosen.bits,),) * 4
-    group = format.group if format is not None and format.group else None
-
-    def rounded(weight: Tensor, bits: int) -> QuantizedMatrix | GroupwiseMatrix:
-        if chosen is FP8:
-            return quantize_fp8(weight)
-        if chosen in GGUF_FORMATS:
-            return keep_quantized(quantize(weight, bits))
-        return quantize_int4(weight, group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size))
-
+    group = 0 if format is None else format.group
     for index, layer in enumerate(decoder.layers):
         for linear, each in zip(layer.linears, bits, strict=True):
             if isinstance(linear.weight, Tensor):  # not stored so
+                group = group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size)
                 fewest = 2 * index < len(decoder.layers)
-                linear.weight = rounded(linear.weight, min(each) if fewest else max(each))
+                linear.weight = _ROUNDED[chosen](linear.weight, min(each) if fewest else max(each), group)
     decoder.precision = f"{decoder.precision}, weights in {title_of(quantization)}"
 
 
@@ -137,3 +141,11 @@ def keep_fp8_experts(tensor: Fp8Tensor, num_experts: int) -> Fp8Experts:
 def keep_mxfp4_experts(tensor: Mxfp4Tensor, num_experts: int) -> Mxfp4Experts:
     blocks, scales = (one.view(num_experts, -1, *one.shape[1:]) for one in (tensor.values, tensor.scales))
     return pack_mxfp4(blocks, scales)
+
+
+# How each format rounds a matrix: of so many bits, and with a scale for so many columns.
+_ROUNDED: dict[WeightFormat, Callable[[Tensor, int, int], PackedWeight]] = {
+    FP8: lambda weight, bits, group: quantize_fp8(weight),
+    INT4: lambda weight, bits, group: quantize_int4(weight, group),
+    **{one: lambda weight, bits, group: keep_quantized(quantize(weight, bits)) for one in GGUF_FORMATS},
+}
