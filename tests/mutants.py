@@ -1310,8 +1310,8 @@ MUTANTS = [
     Mutant(
         "kernels for matrices with the fewest bits of a GGUF file are not compiled ahead",
         "engine/cuda/quantized.py",
-        "(min if 2 * index < len(layers) else max)(each)",
-        "max(each)",
+        "pick = min if 2 * index < len(decoder.layers) else max",
+        "pick = max",
         ("tests/kernels/test_variants.py::test_random_requests_launch_nothing_that_is_not_listed",),
     ),
     Mutant(

@@ -298,10 +298,10 @@ def quantize_decoder(decoder: Decoder, quantization: str, format: KernelFormat |
         return quantize_int4(weight, group or rounding_group(decoder.whole_spec, chosen, decoder.shard.size))
 
     for index, layer in enumerate(decoder.layers):
+        pick = min if 2 * index < len(decoder.layers) else max
         for linear, each in zip(layer.linears, bits, strict=True):
             if isinstance(linear.weight, Tensor):  # not stored so
-                fewest = 2 * index < len(decoder.layers)
-                linear.weight = rounded(linear.weight, min(each) if fewest else max(each))
+                linear.weight = rounded(linear.weight, pick(each))
     decoder.precision = f"{decoder.precision}, weights in {title_of(quantization)}"
 
 
