@@ -103,19 +103,23 @@ class MixtureOfExperts:
 
     def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """adapt: changes nothing, since experts have no adapters."""
-        ids, weights = route(F.linear(x, self.router, self.router_bias), self.options)
-        if x.device.type == "cpu":
-            out = torch.zeros_like(x)
-            self.num_rows += add_chosen(out, x, ids, weights, self)
-        else:
-            out = self.masked(x, ids, weights)
-        if self.shared is not None and self.shared_gate is not None:
-            out += torch.sigmoid(F.linear(x, self.shared_gate)) * self.shared(x)
-        return out
+        return self._added(torch.zeros_like(x), x)
 
     def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """x + experts(y)."""
-        return x + self(y)
+        # In 16 bits each expert that is added to x alone would be rounded to the bits of x.
+        return self._added(x.clone(), y) if x.dtype is torch.float32 else x + self(y)
+
+    def _added(self, out: Tensor, x: Tensor) -> Tensor:
+        """out += experts(x)"""
+        ids, weights = route(F.linear(x, self.router, self.router_bias), self.options)
+        if x.device.type == "cpu":
+            self.num_rows += add_chosen(out, x, ids, weights, self)
+        else:
+            out += self.masked(x, ids, weights)
+        if self.shared is not None and self.shared_gate is not None:
+            out.addcmul_(torch.sigmoid(F.linear(x, self.shared_gate)), self.shared(x))
+        return out
 
     def masked(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts [T, k] of the rows of x, weighted and added up."""
