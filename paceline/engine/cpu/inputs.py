@@ -24,6 +24,7 @@ class Inputs:
     positions: Index  # [T]: where each token is in its row, and so in the KV cache
     rope_positions: Index  # [T]: what each token is rotated by; of text the same array
     kv_indices: Index  # [T]: index in the KV cache that each token's keys and values are written to
+    slots: Index  # [rows]
     starts: Index  # [rows]
     lengths: Index  # [rows]
     offsets: Index  # [rows]: the first token of each row
@@ -94,6 +95,7 @@ class SlotTables:
             positions=positions,
             rope_positions=positions,
             kv_indices=self.pages[token_slots, positions // size].astype(np.int64) * size + positions % size,
+            slots=slots,
             starts=starts,
             lengths=lengths,
             offsets=offsets,
