@@ -7,11 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from paceline.config import EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cpu.kv_cache import KVCache
 from paceline.llm import LLM
 from paceline.request import SamplingParams
 from paceline.text.synthetic import synthetic_tokenizer
@@ -70,13 +68,3 @@ def test_a_retracted_request_is_recomputed_from_the_start(mixers: str, overlap: 
 def test_too_few_pages_retract_and_give_the_same_tokens() -> None:
     with make_llm("wsa", num_pages=15, max_running=4) as llm:
         assert tokens(llm, PROMPTS * 2) == expected("wsa") * 2
-
-
-def test_every_group_has_its_storage() -> None:
-    spec = hybrid_spec("sawsa")
-    assert [group.layers for group in spec.cache_groups] == [(0, 3), (1, 2, 4)]
-    cache = KVCache(spec, 10, 4, torch.bfloat16, num_slots=5)
-    assert cache.page_bytes == 3 * 2 * 4 * 2 * 8 * 2 == 4 * spec.kv_bytes_per_token(2)
-    assert cache.states[3].shape == (5, 4 * 3 * spec.hidden_size)
-    assert cache.states[0].data_ptr() < cache.states[3].data_ptr() < cache.states[0][1].data_ptr()
-    assert sorted(cache.keys) == sorted(cache.values) == [1, 2, 4]

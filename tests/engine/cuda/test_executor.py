@@ -63,12 +63,21 @@ def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPat
     assert set(waited) == {"engine", "results"}
 
 
+def test_the_state_of_a_slot_is_cleared_where_a_request_joins() -> None:
+    llm, device = on_kernels("tiny-llama")
+    states = torch.full((4, 1, 64), 255, dtype=torch.uint8)
+    device.attention.cache.slotted.append(states)
+    with llm:
+        llm.generate(PROMPTS[:2], GREEDY)
+        assert states.amax((1, 2)).tolist() == [0, 0, 255, 255]
+
+
 def test_a_closed_engine_holds_no_kv_cache() -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm:
         llm.generate(PROMPTS[:1], GREEDY)
-        assert device.kv.untyped_storage().nbytes() > 0
-    assert device.kv.untyped_storage().nbytes() == 0, "somebody may keep it and make another engine"
+        assert device.kv[0].untyped_storage().nbytes() > 0
+    assert device.kv[0].untyped_storage().nbytes() == 0, "somebody may keep it and make another engine"
 
 
 OTHERS = ["tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-phi3", "tiny-olmo2", "tiny-olmoe", "tiny-granite"]
