@@ -203,7 +203,7 @@ def _check_gpu(*sources: UnloadedModel | None) -> None:
             check_supported(source.spec)
 
 
-def _check_states(config: EngineConfig, given: Mapping[str, Any]) -> None:
+def _check_states(config: EngineConfig, given: Mapping[str, object]) -> None:
     """Raises for options that resume, share or send a part of a request."""
     used = {
         "prefix_cache": given.get("prefix_cache", False),
