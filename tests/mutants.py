@@ -1100,7 +1100,7 @@ MUTANTS = [
     Mutant(
         "new pages of a decode batch that repeats are not uploaded",
         "engine/cuda/inputs.py",
-        "            or len(plan.page_slots)\n",
+        "            or len(plan.page_changes[0].slots)\n",
         "",
         ("tests/engine/cuda/test_executor.py",),
     ),

@@ -51,8 +51,9 @@ class SlotTables:
         for join in plan.joins:
             self.tokens[join.slot, : len(join.tokens)] = join.tokens
             self.prompts[join.slot] = join.num_prompt_tokens
-        if len(plan.page_slots):
-            self.pages[plan.page_slots, plan.page_indices] = plan.page_ids
+        (changes,) = plan.page_changes
+        if len(changes.slots):
+            self.pages[changes.slots, changes.indices] = changes.pages
 
     def store_tokens(self, slots: Column, positions: Column, tokens: Column) -> None:
         self.tokens[slots, positions] = tokens

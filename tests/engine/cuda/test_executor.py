@@ -29,7 +29,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
-from paceline.scheduler.plan import Join, Plan, Sharing, Swap
+from paceline.scheduler.plan import NO_CHANGES, Join, PageChanges, Plan, Sharing, Swap
 from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
@@ -413,8 +413,7 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
     def column(values: Any) -> Any:
         return np.array(values, np.int32)
 
-    none = column([])
-    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, **fields}
+    given = {"joins": (), "page_changes": (NO_CHANGES,), **fields}
     return Plan(
         step=0,
         slots=column(slots),
@@ -458,7 +457,7 @@ WORD = np.array([1], np.int32)
     "changed",
     [
         {"joins": (Join.of(TrackedRequest(Request("b", np.arange(3))), 0),)},
-        {"page_slots": WORD, "page_indices": WORD, "page_ids": WORD},
+        {"page_changes": (PageChanges(WORD, WORD, WORD),)},
         {"swap": Swap(WORD, WORD, WORD, WORD)},
         {"sharing": Sharing(9, np.array([0, 1], np.int32), np.array([0], np.int32))},
         {"slots": [2, 1]},
@@ -490,9 +489,8 @@ def test_whatever_changes_is_uploaded(changed: dict[str, Any]) -> None:
 def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
     packer = PlanPacker(4, 100, 8, max_tokens=100)
     state = SlotState.empty(4, 8, 2, 4, "cpu")
-    changes = {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}
-    pages = {name: np.array(values, np.int32) for name, values in changes.items()}
-    apply_diff_reference(packer.pack(plan_of([1], [0], [1], **pages)).parts[0], state)
+    changes = PageChanges(*(np.array(values, np.int32) for values in ([1, 0, 1], [2, 2, 2], [7, 8, 9])))
+    apply_diff_reference(packer.pack(plan_of([1], [0], [1], page_changes=(changes,))).parts[0], state)
     assert state.page_table[:2, 2].tolist() == [8, 9]
 
 
