@@ -88,6 +88,7 @@ class _BatchAttention:
             self._layers[index] = found
 
     def state(self, layer: int) -> StateRows:
+        """Of a layer that has a state instead of attention."""
         return StateRows(self._cache.states[layer], self._slots, self._offsets)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
