@@ -13,7 +13,7 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine import kv_sizing
 from paceline.engine.build import build_engine
-from paceline.engine.build.resolution import why_no_drafts
+from paceline.engine.build.resolution import scheduler_config, why_no_drafts
 from paceline.engine.engine import Engine
 from paceline.engine.kv_sizing import UnitBytes, check_models_fit, num_kv_pages
 from paceline.llm import LLM
@@ -152,6 +152,12 @@ def test_pages_have_the_memory_that_states_leave() -> None:
         num_kv_pages(half, UnitBytes(page=1600, state=3000), config, page, free=37_999)
     with pytest.raises(ConfigError, match=r"^max_running is 10: the states of so many .* lower it to 9 or less"):
         num_kv_pages(half, UnitBytes(page=1600, state=3000), config, {}, free=29_999)
+
+
+def test_no_engine_is_built_with_a_prefix_cache_of_states() -> None:
+    with pytest.raises(ConfigError, match=r"^prefix_cache is True and the model has layers with a state, from which"):
+        scheduler_config(recurrent_spec(), {"prefix_cache": True}, "cpu")
+    assert not scheduler_config(recurrent_spec(), {}, "cpu").prefix_cache
 
 
 def test_pages_without_kv_cost_no_memory_and_are_enough_for_all_requests() -> None:

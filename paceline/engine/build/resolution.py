@@ -204,9 +204,8 @@ def _check_gpu(*sources: UnloadedModel | None) -> None:
 
 
 def _check_states(config: EngineConfig, given: Mapping[str, object]) -> None:
-    """Raises for options that resume, share or send a part of a request."""
+    """Raises for options that resume or send a part of a request; `scheduler_config` does for the prefix cache."""
     used = {
-        "prefix_cache": given.get("prefix_cache", False),
         "role": config.role != "both" and config.role,
         "speculate": config.speculate not in (None, "off") and config.speculate,
         "host_kv_tokens": config.host_kv_tokens,
@@ -251,6 +250,8 @@ def scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device_kind: str
     elif "max_running" not in given and isinstance(options["max_batch_tokens"], int):
         options["max_running"] = max(1, min(options["max_running"], options["max_batch_tokens"] // row_tokens))
     config = SchedulerConfig(**options)
+    if config.prefix_cache and spec.keeps_states:
+        raise ConfigError(f"prefix_cache is True and the model {_KEEPS_STATES}: leave it out.")
     if config.context_tokens > spec.context_tokens:
         raise ConfigError(
             f"context_tokens is {config.context_tokens}, more than the model's {spec.context_tokens}: lower it or "
