@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.kernel_timing import BF16, L2_BYTES, LINEARS, compile_all, in_turn, randn, relative_error
-from paceline.engine.cuda.groupwise import MAX_GROUPWISE_ROWS, groupwise_tuning
+from paceline.engine.linear.groupwise import MAX_GROUPWISE_ROWS, groupwise_tuning
 from paceline.kernels.groupwise_linear import GroupwiseMatrix, expand_groupwise, groupwise_linear, span_of
 from paceline.kernels.linear import LinearTuning, LinearWorkspace
 from paceline.kernels.quantized_linear import quantized_linear_reference

@@ -41,8 +41,8 @@ from benchmarks.kernel_timing import (
     timed,
 )
 from benchmarks.parts import run_parts
-from paceline.engine.cuda.quantized import scaled_mm
 from paceline.engine.cuda.tiles import extend_tiles, extend_units
+from paceline.engine.linear.pack import scaled_mm
 from paceline.kernels.decode_attention import (
     DecodeTuning,
     decode_attention,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.llm import LLM, Choice, RequestOutput
@@ -32,7 +32,7 @@ if sys.platform == "linux" and os.uname().machine == "x86_64" and "OMP_WAIT_POLI
     os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Imported on first use: `import paceline` is fast and does not import torch.
     if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -7,7 +7,8 @@ read-only.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar, get_origin
+from collections.abc import Sequence
+from typing import Generic, TypeVar, get_origin
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 T = TypeVar("T")
 
 
-def _encode_array(value: Any) -> Any:
+def _encode_array(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
     if isinstance(value, np.generic):
@@ -23,7 +24,7 @@ def _encode_array(value: Any) -> Any:
     raise NotImplementedError(f"{type(value).__name__} cannot be encoded")
 
 
-def _decode_array(kind: type, value: Any) -> Any:
+def _decode_array(kind: type, value: tuple[str, Sequence[int], bytes]) -> object:
     if (get_origin(kind) or kind) is np.ndarray:
         dtype, shape, data = value
         return np.frombuffer(data, dtype).reshape(shape)
@@ -40,7 +41,7 @@ def encode(value: object) -> bytes:
 class TypedDecoder(Generic[T]):
     """Decodes values of one type; raises msgspec.DecodeError or msgspec.ValidationError for anything else."""
 
-    def __init__(self, kind: Any) -> None:
+    def __init__(self, kind: object) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
 
     def decode(self, data: bytes) -> T:

@@ -14,13 +14,18 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from paceline.peer_flags import peer_hint
 from paceline.request import PacelineError, Unavailable, suggest
 from paceline.weight_formats import GGUF, WEIGHT_FORMATS
+
+T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class ConfigError(PacelineError, ValueError):
@@ -32,14 +37,14 @@ class ConfigUnavailable(ConfigError, Unavailable):
 
 
 def option(
-    default: Any,
+    default: T,
     help: str,
     *,
     low: float | None = None,
     high: float | None = None,
     choices: Iterable[str] | Mapping[str, str] = (),
     hidden: str = "",
-) -> Any:
+) -> T:
     """A dataclass field that is an option. Bounds are inclusive.
 
     `choices` may map each value to a sentence about it, for help texts and docs. `hidden` gives the reason why users
@@ -55,11 +60,11 @@ def option(
         "hidden": hidden,
     }
     if isinstance(default, dict):
-        return field(default_factory=lambda: dict(default), metadata=metadata)
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def public_options(config: type) -> list[dataclasses.Field[Any]]:
+def public_options(config: type) -> list[dataclasses.Field[object]]:
     """The options of a config class that users can set, in order of declaration."""
     return [item for item in dataclasses.fields(config) if not item.metadata["hidden"]]
 
@@ -70,7 +75,7 @@ def suggest_option(name: str, known: Iterable[str], show: Callable[[str], str] =
     return peer_hint(name, known, show) or suggest(name, known, show)
 
 
-def full_help(item: dataclasses.Field[Any]) -> str:
+def full_help(item: dataclasses.Field[object]) -> str:
     """The help text of an option, with a sentence about each of its choices."""
     text: str = item.metadata["help"]
     about = "; ".join(f"{name}: {sentence}" for name, sentence in item.metadata["choice_help"].items())
@@ -349,14 +354,14 @@ class SchedulerConfig:
         return max(0, math.ceil(first / self.page_size)) * self.page_size
 
 
-def check_options(config: Any) -> None:
+def check_options(config: DataclassInstance) -> None:
     """Raises ConfigError for the first option of `config` whose value does not match its declaration."""
     hints = typing.get_type_hints(type(config))
     for item in dataclasses.fields(config):
         _check(item.name, getattr(config, item.name), hints[item.name], item.metadata)
 
 
-def _check(name: str, value: Any, hint: Any, metadata: Mapping[str, Any]) -> None:
+def _check(name: str, value: object, hint: object, metadata: Mapping[str, Any]) -> None:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and type(None) in kinds:
         return
@@ -1204,7 +1209,7 @@ class RayConfig:
         check_options(self)
 
 
-def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_options(options: Mapping[str, object], others: Iterable[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits options into those of the engine and those of the scheduler. Unknown and hidden options are errors, which
     may suggest one of `others` too: the arguments of the caller."""
     fields = {item.name: (kind, item) for kind in (SchedulerConfig, EngineConfig) for item in dataclasses.fields(kind)}
@@ -1217,6 +1222,11 @@ def split_options(options: Mapping[str, Any], others: Iterable[str] = ()) -> tup
             raise ConfigError(f"{name} is {value!r}, which is not supported: {reason}.")
     engine = {name: value for name, value in options.items() if fields[name][0] is EngineConfig}
     return engine, {name: value for name, value in options.items() if fields[name][0] is SchedulerConfig}
+
+
+def config_from(kind: Callable[..., T], options: Mapping[str, object], **others: object) -> T:
+    """A config of a class that checks its options: `check_options` refuses a value of another type."""
+    return kind(**others, **options)
 
 
 ARRIVALS: Mapping[str, str] = {
@@ -1262,9 +1272,9 @@ class SpeculationConfig:
         check_options(self)
 
     @classmethod
-    def split(cls, options: Mapping[str, Any]) -> tuple[SpeculationConfig, dict[str, Any]]:
+    def split(cls, options: Mapping[str, object]) -> tuple[SpeculationConfig, dict[str, object]]:
         """These options, and those of the scheduler, with what follows for it from these."""
-        config = cls(**{name: value for name, value in options.items() if name in cls.__dataclass_fields__})
+        config = config_from(cls, {name: value for name, value in options.items() if name in cls.__dataclass_fields__})
         scheduler = {name: value for name, value in options.items() if name in SchedulerConfig.__dataclass_fields__}
         return config, scheduler | ({"draft_tokens": config.drafts} if config.drafts else {})
 

@@ -10,7 +10,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.config import (
     ConfigError,
@@ -19,6 +18,7 @@ from paceline.config import (
     SchedulerConfig,
     ServerConfig,
     TenantConfig,
+    config_from,
     public_options,
     suggest_option,
 )
@@ -34,7 +34,7 @@ class ConfigFile:
     model: str | None
     load: str | None
     shape: str | None
-    options: dict[str, Any]
+    options: dict[str, object]
     tenants: tuple[TenantConfig, ...]
 
 
@@ -47,7 +47,7 @@ def read_file(path: Path) -> ConfigFile:
             f"config is {str(path)!r}, which cannot be read: {error}."
         ) from None
     _check_names(content, [*_STRINGS, *_TABLES, "tenants"], path.name)
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for name, kind in _TABLES.items():
         table = _table(content.get(name, {}), name, path)
         _check_names(table, _names(kind), f"{path.name}: [{name}]")
@@ -59,7 +59,7 @@ def read_file(path: Path) -> ConfigFile:
     return ConfigFile(content.get("model"), content.get("load"), content.get("shape"), options, tenants)
 
 
-def _read_tenants(tables: Any, path: Path) -> tuple[TenantConfig, ...]:
+def _read_tenants(tables: object, path: Path) -> tuple[TenantConfig, ...]:
     if not isinstance(tables, list):
         raise ConfigError(f"{path.name}: tenants is {tables!r}: expected [[tenants]] tables.")
     tenants = []
@@ -67,7 +67,7 @@ def _read_tenants(tables: Any, path: Path) -> tuple[TenantConfig, ...]:
         table = _table(value, "tenants", path)
         _check_names(table, _names(TenantConfig), f"{path.name}: [[tenants]]")
         keys = table.get("keys", [])
-        tenants.append(TenantConfig(**{**table, "keys": tuple(keys) if isinstance(keys, list) else keys}))
+        tenants.append(config_from(TenantConfig, {**table, "keys": tuple(keys) if isinstance(keys, list) else keys}))
     if len({tenant.name for tenant in tenants}) < len(tenants):
         raise ConfigError(f"{path.name}: two tenants have the same name: names must be unique.")
     for tenant in tenants:
@@ -84,13 +84,13 @@ def _names(config: type) -> list[str]:
     return [item.name for item in public_options(config)]
 
 
-def _table(value: Any, name: str, path: Path) -> dict[str, Any]:
+def _table(value: object, name: str, path: Path) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path.name}: {name} is {value!r}: expected a table.")
     return dict(value)
 
 
-def _check_names(given: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+def _check_names(given: Mapping[str, object], known: Sequence[str], where: str) -> None:
     for name in given:
         if name not in known:
             hint = suggest_option(name, known) or f"options are: {', '.join(known)}."

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,9 @@ from paceline.request import (
 from paceline.scheduler import Scheduler
 from paceline.text.output_parser import reasoning_markers_of
 from paceline.text.reasoning import ReasoningMarkers
+from paceline.text.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 T = TypeVar("T")
 
 
@@ -126,7 +127,7 @@ class LLM:
             print(llm.chat([{"role": "user", "content": "Hello!"}])[0].text)
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+    def __init__(self, model: str | Path | None = None, **options: object) -> None:
         self.engine = start_engine(model, **{"max_wait": math.inf, "itl_target": math.inf, **options})
         self._is_owner = True
 
@@ -138,7 +139,7 @@ class LLM:
         return llm
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
     @no_garbage_collection()
@@ -272,10 +273,10 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> tuple[Any, list[Tokens]]:
+    def _encode(self, prompts: Prompt | Sequence[Prompt]) -> tuple[Sequence[Any], list[Tokens]]:
         """The prompts as a list, and their token ids."""
         self.engine.expect_requests()
-        listed: Any = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts, _PROMPT)
+        listed: Sequence[Any] = [prompts] if isinstance(prompts, str) else _as_list("prompts", prompts, _PROMPT)
         if len(listed) and isinstance(listed[0], Integral) and not isinstance(listed[0], bool):
             listed = [prompts]
         encoded = []
@@ -336,11 +337,11 @@ def _each(name: str, value: T | Sequence[T], kind: type[T], count: int, item: st
 _PROMPT = "a string, a list of token ids, or a list of either"
 
 
-def _as_list(name: str, value: Any, expected: str) -> Sequence[Any]:
+def _as_list(name: str, value: object, expected: str) -> Sequence[Any]:
     """`value`, if it is a list, a tuple or an array of numpy."""
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str | bytes | bytearray):
         raise InvalidRequest(f"{name} is {short(value)}: give {expected}.")
-    return value  # type: ignore[return-value]
+    return cast(Sequence[Any], value)  # numpy does not declare that arrays are
 
 
 class _CallWaiter:

@@ -107,7 +107,7 @@ class Grammar:
             raise InvalidRequest(f"grammar has {len(self.source)} characters: give at most {MAX_GRAMMAR_CHARACTERS}.")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Grammar:
+    def json_schema(cls, schema: Mapping[str, object] | bool | str) -> Grammar:
         return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
 
     @classmethod
@@ -176,7 +176,7 @@ class SamplingParams:
     prompt_logprobs_start: int = 0
     grammar: Grammar | None = None
 
-    def __new__(cls, **given: Any) -> SamplingParams:
+    def __new__(cls, **given: object) -> SamplingParams:
         for name in given:
             if name not in cls.__slots__:
                 hint = suggest(name, cls.__slots__) or f"parameters are: {', '.join(cls.__slots__)}."
@@ -305,7 +305,7 @@ class SamplingParams:
             object.__setattr__(self, "logprobs", 0)
 
 
-def _as_tuple(name: str, value: Any, expected: str = "list") -> tuple[Any, ...]:
+def _as_tuple(name: str, value: object, expected: str = "list") -> tuple[Any, ...]:
     """A list as a tuple; one string is a list of itself."""
     if isinstance(value, str):
         return (value,)
@@ -355,7 +355,7 @@ class Request:
     (`TrackedRequest`), so the same request, or a copy with another id, can be added again."""
 
     id: str
-    prompt: npt.NDArray[Any]  # token ids; int32 after __post_init__
+    prompt: Tokens
     params: SamplingParams = field(default_factory=SamplingParams)
     tenant: str = "default"
     priority: int = 0  # higher runs first
@@ -422,7 +422,7 @@ class Request:
         return ids if self.params.ignore_eos else ids | frozenset(self.eos_token_ids)
 
 
-def keys_of(prompt: Tokens, keys: Sequence[int] | npt.NDArray[Any]) -> Tokens:
+def keys_of(prompt: Tokens, keys: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
     """The keys of a prompt, checked."""
     if keys is SAME_AS_TOKENS or keys is prompt:
         return prompt
@@ -439,7 +439,7 @@ def adapter_name(adapter: str) -> str:
     return adapter.rpartition("@")[0] or adapter
 
 
-def as_tokens(ids: Sequence[int] | npt.NDArray[Any], name: str = "the prompt") -> Tokens:
+def as_tokens(ids: Sequence[int] | npt.NDArray[np.integer], name: str = "the prompt") -> Tokens:
     """Token ids as the one-dimensional int32 array that all packages use; errors call them `name`."""
     try:
         array = np.asarray(_packed(ids))
@@ -454,7 +454,7 @@ def as_tokens(ids: Sequence[int] | npt.NDArray[Any], name: str = "the prompt") -
     return np.ascontiguousarray(array, dtype=np.int32)
 
 
-def _packed(ids: Any) -> Any:
+def _packed(ids: object) -> object:
     """A list of integers that fit into 32 bits as an array; anything else as it is. numpy takes almost three times as
     long for a list, since it first looks for a common type."""
     if not isinstance(ids, list) or not ids or type(ids[0]) is not int:  # True is an integer here, but not for numpy

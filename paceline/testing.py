@@ -21,6 +21,7 @@ from paceline.engine.virtual.executor import VirtualClock
 from paceline.request import FinishReason, Request, Tokens
 from paceline.scheduler import Plan, Scheduler, StepTime, Swap, Updates
 from paceline.scheduler.invariants import check
+from paceline.scheduler.plan import Finished
 from paceline.scheduler.tracked_request import TrackedRequest
 
 _MASK = (1 << 64) - 1
@@ -152,13 +153,18 @@ class ScriptedExecutor(Executor):
         self._fault = is_faulty
 
     @classmethod
-    def for_scheduler(cls, scheduler: Scheduler, **options: object) -> ScriptedExecutor:
+    def for_scheduler(
+        cls, scheduler: Scheduler, *, clock: VirtualClock, lazy: bool, vocab: int, step_time: StepTime
+    ) -> ScriptedExecutor:
         config = scheduler.config
         return cls(
             config.num_pages,
             config.page_size,
             num_host_pages=config.num_host_pages,
-            **options,  # type: ignore[arg-type]
+            clock=clock,
+            lazy=lazy,
+            vocab=vocab,
+            step_time=step_time,
         )
 
     def launch(self, plan: Plan) -> ScriptedPending:
@@ -346,9 +352,9 @@ class Harness:
         if self._check is not None:
             self._check(self.scheduler)
 
-    def _note(self, finished: Iterable[object]) -> None:
+    def _note(self, finished: Iterable[Finished]) -> None:
         for item in finished:
-            request, reason = item.request, item.reason  # type: ignore[attr-defined]
+            request, reason = item.request, item.reason
             assert request.id not in self.reasons, f"request {request.id} finished twice"
             self.reasons[request.id] = reason
 

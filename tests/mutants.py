@@ -1107,8 +1107,8 @@ MUTANTS = [
     Mutant(
         "a GPU reads sums of squares of hidden states that another stage has sent",
         "engine/cuda/model.py",
-        "self.square_columns = 1 if model.shard.is_first else 0",
-        "self.square_columns = 1",
+        "square_columns=int(model.shard.is_first)",
+        "square_columns=1",
         ("tests/parallel/test_cuda_pipeline.py",),
     ),
     Mutant(
@@ -1205,8 +1205,8 @@ MUTANTS = [
     Mutant(
         "padding of the tokens that are sampled from uses experts",
         "engine/cuda/model.py",
-        "        self.live = live\n        self.x = torch.index_select",
-        "        self.live = None\n        self.x = torch.index_select",
+        "model.block_buffers(len(rows), live, fused=False)",
+        "model.block_buffers(len(rows), None, fused=False)",
         ("tests/engine/cuda/test_executor.py::test_padding_uses_no_expert",),
     ),
     Mutant(
@@ -1232,7 +1232,7 @@ MUTANTS = [
     ),
     Mutant(
         "the norm before quantized experts has no weight",
-        "engine/cuda/experts.py",
+        "engine/linear/experts.py",
         "rms_norm(x, self.norm, eps, inputs)",
         "rms_norm(x, torch.ones_like(self.norm), eps, inputs)",
         ("tests/engine/cuda/test_quantized_experts.py",),
@@ -1253,9 +1253,9 @@ MUTANTS = [
     ),
     Mutant(
         "attention reads the output of an FP8 GEMM without its scales",
-        "engine/cuda/quantized.py",
-        "        if weights.bias is not None or not weights.gated:  # attention does not apply them\n",
-        "        if weights.bias is not None:\n",
+        "engine/linear/fp8.py",
+        "may_wait=activated is not None)",
+        "may_wait=True)",
         ("tests/engine/cuda/test_quantized.py",),
     ),
     Mutant(
@@ -1281,9 +1281,9 @@ MUTANTS = [
     ),
     Mutant(
         "a fused GEMM reads hidden states without their norm where outputs of blocks are normed",
-        "engine/cuda/model.py",
-        "self.x if norms_row else self._input(),",
-        "self.x,",
+        "engine/linear/dense.py",
+        "stream.x if by_squares else stream.input(None),",
+        "stream.x,",
         ("tests/engine/cuda/test_executor.py",),
     ),
     Mutant(
@@ -1315,10 +1315,10 @@ MUTANTS = [
         ("tests/parallel/test_cuda.py",),
     ),
     Mutant(
-        "ranks do not sum the outputs of weights in groups",
-        "engine/cuda/quantized.py",
-        "            self._linear(source, weights, out)\n            self.partial = self.group.all_reduce(out)",
-        "            self._linear(source, weights, out)\n            self.partial = out",
+        "ranks do not sum the outputs of matrices",
+        "engine/linear/stream.py",
+        "            out = self.group.all_reduce(out)\n",
+        "            pass\n",
         ("tests/parallel/test_cuda.py",),
     ),
     Mutant(
@@ -1330,7 +1330,7 @@ MUTANTS = [
     ),
     Mutant(
         "kernels for matrices with the fewest bits of a GGUF file are not compiled ahead",
-        "engine/cuda/quantized.py",
+        "engine/linear/pack.py",
         "(min if 2 * index < len(layers) else max)(each)",
         "max(each)",
         ("tests/kernels/test_variants.py::test_random_requests_launch_nothing_that_is_not_listed",),

@@ -61,7 +61,7 @@ def kernel_formats(model: Model, **options: Any) -> tuple[KernelFormat, ...]:
 
 def keep_stored(path: Path, quantization: str) -> dict[str, Keep]:
     """How a GPU keeps the matrices of a file, with one rank."""
-    from paceline.engine.cuda.quantized import keepers  # with Triton, which most tests do not need
+    from paceline.engine.linear.pack import keepers  # with Triton, which most tests do not need
 
     plan = plan_of(path, CUDA, quantization=quantization)
     assert plan.is_stored, f"weights are not kept in {quantization}"

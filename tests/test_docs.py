@@ -21,6 +21,7 @@ import pytest
 from paceline import config, weight_formats
 from paceline.config import BATCHING, EVICTION, POLICIES, EngineConfig, RayConfig, SchedulerConfig, ServerConfig
 from paceline.model.family_table import HEAD, family_rows
+from tests import combinations
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).parent.parent
@@ -143,6 +144,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "ray-options": lambda: options(RayConfig),
     "offline-parts": lambda: choices("part", config.OFFLINE_PARTS),
     "families": lambda: table(HEAD, family_rows()),
+    "combinations": lambda: table(combinations.HEAD, combinations.combination_rows()),
     "formats": lambda: table(weight_formats.HEAD, weight_formats.format_rows()),
     "experiments": experiments,
     "routes": routes,

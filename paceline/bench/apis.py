@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.request import SamplingParams
 
-Body = dict[str, Any]
+Body = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)

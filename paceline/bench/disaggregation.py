@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -213,7 +212,7 @@ def _pinned_rates(device: torch.device, num_bytes: int) -> tuple[float, float, f
     is_cuda = device.type == "cuda"
     ours = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
-    streams: list[Any] = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def seconds(directions: Sequence[int]) -> float:
         found = []

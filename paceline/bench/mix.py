@@ -28,7 +28,7 @@ _JSON = Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "min
 Change = Callable[[OfflineWorkload], OfflineWorkload]
 
 
-def mix(runner: BenchRunner, llm: LLM) -> dict[str, Any]:
+def mix(runner: BenchRunner, llm: LLM) -> dict[str, object]:
     """Runs batches of random sizes, lengths and features for `mix_seconds`, in an engine that has run nothing yet."""
     rng, until = random.Random(1), time.perf_counter() + runner.config.mix_seconds
     number, longest = 0, 0.0

@@ -32,6 +32,7 @@ from paceline.config import (
     EngineConfig,
     OfflineConfig,
     SchedulerConfig,
+    config_from,
     full_help,
     public_options,
     split_options,
@@ -64,7 +65,7 @@ def run(
         if part not in OFFLINE_PARTS:
             raise ConfigError(f"part is {part!r}: choose from {', '.join(OFFLINE_PARTS)}.")
     own = {item.name for item in dataclasses.fields(OfflineConfig)}
-    config = OfflineConfig(**{name: value for name, value in options.items() if name in own})
+    config = config_from(OfflineConfig, {name: value for name, value in options.items() if name in own})
     rest = {name: value for name, value in options.items() if name not in own}
     engine_options, _ = split_options(rest)
     engine_config = EngineConfig(**engine_options)
@@ -82,7 +83,7 @@ def run(
     if config.trace is not None:
         _check_writable(Path(config.trace))
 
-    def make(**more: Any) -> LLM:
+    def make(**more: object) -> LLM:
         return LLM(model, load=load, shape=shape, overlap=config.overlap_modes[0], **{**rest, **more})
 
     def make_online() -> LLM:
@@ -93,7 +94,7 @@ def run(
         config, name, make, make_online, device, getattr(torch, dtype), parts, has_draft_model=has_draft_model
     )
     setup = checks.CheckSetup(shape or "", device, dtype, rest)
-    given: dict[str, Any] = {"model": model, "load": load, "shape": shape, **rest}
+    given: dict[str, object] = {"model": model, "load": load, "shape": shape, **rest}
     given = {name: value for name, value in given.items() if value is not None and name != "record"}
     actions = _actions(runner, setup, given)
     failed = [part for part in parts if not _run_part(part, actions[part], runner)]
@@ -109,7 +110,7 @@ def run(
 
 
 def _actions(
-    runner: BenchRunner, setup: checks.CheckSetup, given: Mapping[str, Any]
+    runner: BenchRunner, setup: checks.CheckSetup, given: Mapping[str, object]
 ) -> dict[str, Callable[[], CheckResult | None]]:
     """Every part by name. given: the model and its options, for other processes."""
     config, command = runner.config, _child(given)
@@ -167,7 +168,7 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"trace is {str(path)!r}, which cannot be written: {error.strerror}.") from None
 
 
-def _child(given: Mapping[str, Any]) -> list[str]:
+def _child(given: Mapping[str, object]) -> list[str]:
     """The command that starts another process with the same model and options."""
     command = [sys.executable, "-m", "paceline.bench.offline"]
     for name, value in given.items():
@@ -200,11 +201,12 @@ def _parser() -> argparse.ArgumentParser:
             if item.name in seen or kind not in (str, int, float, bool):
                 continue
             seen.add(item.name)
-            more: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind}
-            if item.metadata["choices"]:
-                more["choices"] = item.metadata["choices"]
-            text = full_help(item).replace("%", "%%")
-            parser.add_argument(f"--{item.name.replace('_', '-')}", default=None, help=text, **more)
+            flag, text = f"--{item.name.replace('_', '-')}", full_help(item).replace("%", "%%")
+            if kind is bool:
+                parser.add_argument(flag, default=None, help=text, action=argparse.BooleanOptionalAction)
+            else:
+                choices = item.metadata["choices"] or None
+                parser.add_argument(flag, default=None, help=text, type=kind, choices=choices)
     return parser
 
 

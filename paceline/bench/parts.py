@@ -6,9 +6,9 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,6 +40,9 @@ from paceline.engine.job import Job
 from paceline.engine.timeline import Timeline
 from paceline.llm import LLM
 from paceline.request import POOLING
+
+if TYPE_CHECKING:
+    from torch.autograd.profiler_util import FunctionEvent
 
 MakeWorkload = Callable[[int], OfflineWorkload]
 
@@ -312,7 +315,7 @@ def run_profile(runner: BenchRunner) -> None:
         print(f"inside decode batches of {batch} rows no kernel runs for {_gap_share(found.events()):.2%} of the time")
 
 
-def _gap_share(events: Any) -> float:
+def _gap_share(events: Iterable[FunctionEvent]) -> float:
     """The share of the last five decode batches of a profile during which no kernel ran, from the first kernel of a
     batch to its last. Idle time between batches does not count."""
     kernels = sorted(

@@ -26,8 +26,7 @@ from paceline.engine.build.facts import CPU
 from paceline.engine.build.load import load_model
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.quantized_model import attention_for
+from paceline.engine.cpu.quantized_model import DecoderModel, attention_for
 from paceline.engine.cpu.rounded_kv import calibrated_scales, rounding
 from paceline.engine.cuda.kv_scales import calibration_ids
 from paceline.engine.precision import FP8_KV

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,9 @@ from paceline.bench.metrics import Roofline, RunMetrics, measure_roofline, run_m
 from paceline.bench.workloads import OfflineWorkload, nano, num_part_tokens, sweep
 from paceline.config import OfflineConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.model import CudaModel
 from paceline.engine.timeline import Timeline
 from paceline.llm import LLM, RequestOutput
 from paceline.request import SamplingParams
@@ -231,12 +232,12 @@ class BenchRunner:
     def rounded_startup_s(self) -> float | None:
         return None if self.startup_s is None else round(self.startup_s, 2)
 
-    def print_result(self, fields: dict[str, Any]) -> None:
+    def print_result(self, fields: dict[str, object]) -> None:
         more = {} if self._scale in (None, 1) else {"scale": self._scale}
         print("RESULT " + json.dumps({**fields, "device": device_name(self.device), **more}), flush=True)
 
 
-def model_of(llm: LLM) -> DecoderModel | Any:
+def model_of(llm: LLM) -> DecoderModel | CudaModel:
     executor = llm.engine.executor.local
     if isinstance(executor, CudaExecutor):
         return executor.model

@@ -23,7 +23,7 @@ from paceline.bench.workloads import gsp
 from paceline.config import POLICIES, SchedulerConfig
 from paceline.engine.loop import Loop
 from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
-from paceline.request import FinishReason, Request, SamplingParams
+from paceline.request import FinishReason, Request, SamplingParams, as_tokens
 from paceline.scheduler import Scheduler
 
 RUNNING = 256
@@ -108,7 +108,7 @@ def step_cost(policy: str, num_waiting: int, num_steps: int = 600) -> StepCost:
 
 def match_32k_us() -> float:
     """Time to match a fully cached prompt of 32k tokens, at page size 16."""
-    tokens = np.random.default_rng(0).integers(0, 50_000, 32_768)
+    tokens = as_tokens(np.random.default_rng(0).integers(0, 50_000, 32_768))
     scheduler = Scheduler(SchedulerConfig(num_pages=4_096, context_tokens=40_000))
     clock = VirtualClock()
     scheduler.add(Request("first", tokens, SamplingParams(max_tokens=1)), clock())

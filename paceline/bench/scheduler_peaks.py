@@ -21,7 +21,7 @@ from rich.table import Table
 from paceline.config import SchedulerConfig
 from paceline.engine.executor import Result
 from paceline.engine.virtual.executor import VirtualClock, VirtualExecutor
-from paceline.request import Request, SamplingParams
+from paceline.request import Request, SamplingParams, as_tokens
 from paceline.scheduler import Scheduler
 from paceline.scheduler.plan import Plan
 
@@ -52,7 +52,9 @@ class Load:
         for number in itertools.count():
             yield Request(
                 f"request-{number}",
-                rng.integers(2, 1000, self.prompt_tokens + min(number, self.num_requests - 1) // self.per_step),
+                as_tokens(
+                    rng.integers(2, 1000, self.prompt_tokens + min(number, self.num_requests - 1) // self.per_step)
+                ),
                 SamplingParams(max_tokens=int(rng.integers(self.outputs[0], self.outputs[1] + 1))),
                 tenant=f"tenant-{number % 4}",
                 priority=int(rng.integers(8)),

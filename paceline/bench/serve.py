@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from paceline.bench.apis import APIS, StreamingApi
@@ -61,10 +61,10 @@ class SseProtocol(asyncio.Protocol):
         self._tail = self._partial = b""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
         self._result.sent = time.monotonic()
-        transport.write(self._request)
+        self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
@@ -120,7 +120,7 @@ class _ClockReader:
         return [self._clock.age(self._ids[text], now) for text in texts if text in self._ids]
 
 
-def post_bytes(url: str, path: str, body: dict[str, Any], key: str | None) -> bytes:
+def post_bytes(url: str, path: str, body: dict[str, object], key: str | None) -> bytes:
     parts = urlsplit(url)
     data = json.dumps(body).encode()
     authorization = f"Authorization: Bearer {key}\r\n" if key else ""
@@ -183,10 +183,10 @@ def run_load(
         return [result for part in parts for result in part.result()]
 
 
-def summary(results: Sequence[StreamResult], goodput: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summary(results: Sequence[StreamResult], goodput: Mapping[str, float] | None = None) -> dict[str, float]:
     """Metrics under the names of `vllm bench serve`."""
     good = [result for result in results if result.error is None]
-    found: dict[str, Any] = {"completed": len(good), "failed": len(results) - len(good)}
+    found: dict[str, float] = {"completed": len(good), "failed": len(results) - len(good)}
     if not good:
         return found
     seconds = max(result.ended for result in good) - min(result.sent for result in good)
@@ -266,7 +266,7 @@ class ServeBenchConfig:
         return streams(min(self.count, 32), 64, 8, 77)
 
 
-def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offline: bool) -> dict[str, Any]:
+def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offline: bool) -> dict[str, object]:
     """Runs the benchmark against `url`, or a server started with the options `start`, and prints the best run."""
     if (url is None) == (start is None):
         raise ConfigError("give either --url or --start: the address of a server, or the options to start one.")
@@ -274,15 +274,20 @@ def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offli
         raise ConfigError("--offline needs --start, whose options it uses to load the same model.")
     if start is not None:
         with started(start) as address:
-            best = _repeat(address, config)
+            runs = _repeat(address, config)
     else:
         assert url is not None, "one of them is given"
-        best = _repeat(url, config)
+        runs = _repeat(url, config)
+    first = runs[config.apis[0]]
+    best: dict[str, object] = {**first}
+    if len(runs) > 1:
+        best["apis"] = {name: found["output_throughput"] for name, found in runs.items()}
     if offline:
         assert start is not None, "checked above"
-        best["offline_throughput"] = round(_offline(start, config), 3)
-        best["share_of_offline"] = round(best["output_throughput"] / best["offline_throughput"], 4)
-        print(f"offline: {best['offline_throughput']:.0f} tokens/s; over HTTP {best['share_of_offline']:.1%} of that")
+        throughput = round(_offline(start, config), 3)
+        share = round(first["output_throughput"] / throughput, 4)
+        best |= {"offline_throughput": throughput, "share_of_offline": share}
+        print(f"offline: {throughput:.0f} tokens/s; over HTTP {share:.1%} of that")
     best |= {
         "workload": config.workload,
         "clients": config.clients,
@@ -293,14 +298,14 @@ def bench(config: ServeBenchConfig, *, url: str | None, start: str | None, offli
     return best
 
 
-def _repeat(url: str, config: ServeBenchConfig) -> dict[str, Any]:
-    """The run with the highest output throughput, of the first API; with several, the throughput of each."""
+def _repeat(url: str, config: ServeBenchConfig) -> dict[str, dict[str, float]]:
+    """The run with the highest output throughput of each API."""
     model = served_model(url, config.key)
     url = url.rstrip("/")
     warm_up = TimedWorkload(config.warm_up, [0.0] * len(config.warm_up.prompts))
     for name in config.apis:
         run_load(url, APIS[name], model, warm_up, key=config.key, clients=1, read_clock=False)
-    best: dict[str, dict[str, Any]] = {}
+    best: dict[str, dict[str, float]] = {}
     first_error: str | None = None
     for repeat in range(config.repeats):
         load = TimedWorkload(config.work(repeat), config.starts(repeat))
@@ -312,18 +317,17 @@ def _repeat(url: str, config: ServeBenchConfig) -> dict[str, Any]:
     for name, found in best.items():
         if not found["completed"]:
             raise ServerUnavailable(f"no request of {name} was completed; the first error: {first_error}")
-    first = best[config.apis[0]]
     if len(best) > 1:
-        first["apis"] = {name: found["output_throughput"] for name, found in best.items()}
-        for name, throughput in first["apis"].items():
-            ratio = throughput / first["output_throughput"]
+        for name, found in best.items():
+            throughput = found["output_throughput"]
+            ratio = throughput / best[config.apis[0]]["output_throughput"]
             print(f"{name}: {throughput:.0f} tokens/s, {ratio:.2f}x of {config.apis[0]}", flush=True)
-    return first
+    return best
 
 
 def _run(
     url: str, name: str, model: str, load: TimedWorkload, repeat: int, config: ServeBenchConfig
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[dict[str, float], str | None]:
     """Metrics of one run of one API, and the first error."""
     results = run_load(url, APIS[name], model, load, key=config.key, clients=config.clients, read_clock=config.late)
     found = summary(results, config.goodput)
@@ -374,7 +378,7 @@ def _library_options(start: str) -> dict[str, Any]:
     return found
 
 
-def _value(text: str) -> Any:
+def _value(text: str) -> object:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):

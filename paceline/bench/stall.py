@@ -31,7 +31,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import TypedDict
 from urllib.parse import urlsplit
 
 from paceline.bench.apis import APIS
@@ -193,7 +193,7 @@ def bench(
     key: str | None,
     hostile_key: str | None = None,
     only: str = "",
-) -> list[dict[str, Any]]:
+) -> list[_Row]:
     """Measures `url`, or a server started with the options `start`, and prints a table of the attacks that have `only`
     in their name."""
     if url is not None and start is not None:
@@ -204,7 +204,7 @@ def bench(
         raise ConfigError(f"only is {only!r}, which no row has in its name: {names}.")
     if url is not None:
         return _run(_Target(url, key, key if hostile_key is None else hostile_key, streams), attacks)
-    rows: list[dict[str, Any]] = []
+    rows: list[_Row] = []
     servers = groupby(attacks, key=lambda attack: (attack.start if start is None else start, attack.limits))
     for (options, limits), group in servers:
         with _started(options, limits) as address:
@@ -279,11 +279,20 @@ class _Measured:
         }
 
 
-def _run(target: _Target, attacks: Sequence[Attack]) -> list[dict[str, Any]]:
+class _Row(TypedDict):
+    attack: str
+    status: str
+    attack_s: float
+    before_ms: dict[str, float]
+    during_ms: dict[str, float]
+    passes: bool
+
+
+def _run(target: _Target, attacks: Sequence[Attack]) -> list[_Row]:
     columns = "median gap | p99 gap | longest gap | median wait | longest wait | longest /health"
     print("Milliseconds before -> during the attack (difference). wait: of another tenant's request for one token.\n")
     print(f"| attack | status | attack s | {columns} | +{MAX_MORE_MS:g} ms |\n{'|---' * 10}|", flush=True)
-    rows = []
+    rows: list[_Row] = []
     for attack in attacks:
         row = asyncio.run(_measure(target, attack))
         rows.append(row)
@@ -296,14 +305,14 @@ def _run(target: _Target, attacks: Sequence[Attack]) -> list[dict[str, Any]]:
     return rows
 
 
-async def _measure(target: _Target, attack: Attack) -> dict[str, Any]:
+async def _measure(target: _Target, attack: Attack) -> _Row:
     known = dict[bytes, bytes]()  # equal requests take memory once
     requests = [known.setdefault(one, one) for one in (target.request(attack, index) for index in range(attack.count))]
-    with _attacker(_Sent(target.host, target.port, requests, attack.leaves_after_s)) as attacker:
+    with _attacker(_Barrage(target.host, target.port, requests, attack.leaves_after_s)) as attacker:
         return await _measure_beside(target, attack, attacker)
 
 
-async def _measure_beside(target: _Target, attack: Attack, attacker: Connection) -> dict[str, Any]:
+async def _measure_beside(target: _Target, attack: Attack, attacker: Connection) -> _Row:
     loop = asyncio.get_running_loop()
     results: list[StreamResult] = []
     streaming = [asyncio.create_task(_stream(target, results, seed)) for seed in range(target.streams)]
@@ -412,7 +421,7 @@ async def _timed(target: _Target, request: bytes, *, is_checked: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class _Barrage:
     """What an attack sends: each request at once on its own connection."""
 
     host: str
@@ -422,7 +431,7 @@ class _Sent:
 
 
 @contextmanager
-def _attacker(sent: _Sent) -> Iterator[Connection]:
+def _attacker(sent: _Barrage) -> Iterator[Connection]:
     """A process that attacks when it is told to, and then sends the statuses and the seconds: threads in this one would
     delay the measured streams."""
     ours, theirs = get_context("spawn").Pipe()
@@ -438,7 +447,7 @@ def _attacker(sent: _Sent) -> Iterator[Connection]:
         ours.close()
 
 
-def _attack(sent: _Sent, pipe: Connection) -> None:
+def _attack(sent: _Barrage, pipe: Connection) -> None:
     os.nice(_ATTACKER_NICE)
     begin, deadlines = Event(), list[float]()
 
@@ -457,7 +466,7 @@ def _attack(sent: _Sent, pipe: Connection) -> None:
     pipe.send((statuses, time.monotonic() - began))
 
 
-def _send(sent: _Sent, request: bytes, deadline: float) -> str:
+def _send(sent: _Barrage, request: bytes, deadline: float) -> str:
     """Sends a request and reads its response, or leaves; returns the status."""
     with socket.create_connection((sent.host, sent.port), timeout=_TIMEOUT_S) as one:
         try:

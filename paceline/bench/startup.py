@@ -31,7 +31,7 @@ print("FOUND", '{"torch_s": %.3f}' % (time.perf_counter() - began))
 """
 
 
-def run_startup(runner: BenchRunner, options: Mapping[str, Any]) -> None:
+def run_startup(runner: BenchRunner, options: Mapping[str, object]) -> None:
     """The second of two processes that generate one token: disk cache and compiled kernels are warm then. options:
     arguments of `LLM`."""
     runner.close()
@@ -46,7 +46,7 @@ def run_startup(runner: BenchRunner, options: Mapping[str, Any]) -> None:
     runner.table.append(f"startup    {second:8.2f} s (first start: {first:.2f} s)")
 
 
-def run_cold(runner: BenchRunner, command: Sequence[str], options: Mapping[str, Any]) -> None:
+def run_cold(runner: BenchRunner, command: Sequence[str], options: Mapping[str, object]) -> None:
     """A process with empty caches of our own, a second one, and one with a folder of compiled kernels. command: starts
     another process with these options, the arguments of `LLM`."""
     runner.close()
@@ -94,7 +94,7 @@ def _empty_caches(folder: Path) -> dict[str, str]:
     return {"PACELINE_HOME": str(home), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
-def _first_token(options: Mapping[str, Any]) -> list[str]:
+def _first_token(options: Mapping[str, object]) -> list[str]:
     return [sys.executable, "-m", "paceline.bench.first_token", json.dumps(options, default=str)]
 
 
@@ -171,7 +171,7 @@ def _uses(runs: Sequence[tuple[float, float]]) -> dict[str, float]:
     }
 
 
-def _tell(**found: Any) -> None:
+def _tell(**found: object) -> None:
     print(FOUND + json.dumps(found), flush=True)
 
 

@@ -74,7 +74,7 @@ def model_card(url: str, key: str | None) -> dict[str, Any]:
     direct = build_opener(ProxyHandler({}))  # as the load itself, which uses no proxy
     try:
         with direct.open(Request(address, headers=headers), timeout=_CONNECT_S) as response:
-            card: dict[str, Any] = json.load(response)["data"][0]
+            card = json.load(response)["data"][0]
             return {**card, "id": card["id"]}
     except HTTPError as error:
         error.close()

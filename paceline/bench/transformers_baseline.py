@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,9 @@ import torch
 
 from paceline.config import OVERLAP, EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.llm import LLM
+from paceline.model.decoder import Decoder
 from paceline.model.fetch import DEFAULT_MODEL, find_model
 from paceline.model.weights import load_decoder
 from paceline.request import SamplingParams
@@ -71,14 +73,14 @@ def compare_with_transformers(
     scale: float = 1.0,
     only: Sequence[str] = WORKLOADS,
     say: Callable[[str], None] = print,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Runs the comparison and returns the ratios; `say` gets every line, the last one as JSON."""
     torch.set_num_threads(threads)
     path = find_model(DEFAULT_MODEL if model is None else model)
-    decoder, tokenizer = CpuModel(load_decoder(path, dtype="float32")), load_tokenizer(path)
+    decoder, tokenizer = arrange(load_decoder(path, dtype="float32")), load_tokenizer(path)
     theirs = _load_theirs(path)
     say(f"{path.name}, float32, {threads} thread{'s' if threads > 1 else ''}, torch {torch.__version__}")
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     equal = True
     for work in workloads(decoder.spec.vocab_size, scale=scale):
         if work.name not in only:
@@ -105,7 +107,7 @@ def compare_with_transformers(
 
 
 def _run_ours(
-    decoder: CpuModel, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
+    decoder: Decoder, tokenizer: Tokenizer, threads: int, overlap: str, work: Workload
 ) -> tuple[float, list[list[int]]]:
     config = EngineConfig(threads=threads, overlap=overlap, kv_tokens=65_536)
     params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in work.output_lengths]
@@ -123,7 +125,7 @@ def _load_theirs(path: Path) -> Any:
 
     reading: Any = modeling_gguf_pytorch_utils
     reading.tqdm = lambda items, **_: items  # no setting disables its progress bar once tqdm is imported
-    logging: Any = transformers.logging
+    logging: ModuleType = transformers.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if path.is_file():

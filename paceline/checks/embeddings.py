@@ -17,7 +17,7 @@ import torch
 from paceline.checks.harness import CheckResult, CheckSetup, hidden_states
 from paceline.config import EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.pooling import pool_chunk
 from paceline.llm import LLM
@@ -79,7 +79,7 @@ def _lowest_cosine(ours: Vectors, theirs: Vectors) -> float:
 def _on_the_cpu(decoder: Decoder, texts: Sequence[list[int]]) -> dict[str, Vectors]:
     config = EngineConfig(device="cpu", overlap="off", kv_tokens=16 * -(-max(map(len, texts)) // 16) + 16)
     tokenizer = synthetic_tokenizer(decoder.spec.vocab_size)
-    with LLM.from_engine(assemble(CpuModel(decoder), tokenizer, config, {})) as llm:
+    with LLM.from_engine(assemble(arrange(decoder), tokenizer, config, {})) as llm:
         return {pooling: llm.embed(texts, pooling) for pooling in POOLING}
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +53,8 @@ class CheckSetup:
     shape: str
     device: torch.device
     dtype: str = "bfloat16"
-    options: Mapping[str, Any] = field(default_factory=dict)  # engine and scheduler options
-    assemble: Callable[[Decoder, Tokenizer, EngineConfig, Mapping[str, Any]], Engine] = assemble
+    options: Mapping[str, object] = field(default_factory=dict)  # engine and scheduler options
+    assemble: Callable[[Decoder, Tokenizer, EngineConfig, Mapping[str, object]], Engine] = assemble
     num_layers: int | None = None  # at most; None: all layers of the shape
 
     def spec(self, num_layers: int | None = None) -> ModelSpec:
@@ -80,7 +80,7 @@ class CheckSetup:
         overlap: str = "on",
         kv_tokens: int,
         decoder: Decoder | None = None,
-        **scheduler: Any,
+        **scheduler: object,
     ) -> Iterator[LLM]:
         """An engine with these options; those of the user take precedence. `decoder`: instead of random weights."""
         engine, given = split_options(self.options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,15 +133,15 @@ def _their_model(setup: CheckSetup, spec: ModelSpec, dtype: str) -> Any:
         raise ConfigError(f"part logits needs a shape of family qwen3, and this one is of family {spec.family}.")
     mixer, ffn = spec.layers[0].mixer, spec.layers[0].ffn  # of all layers
     assert mixer.rope is not None, "Qwen3 has rotary positions"
-    sizes: dict[str, Any] = {
+    sizes: dict[str, object] = {
         "hidden_size": spec.hidden_size, "num_hidden_layers": spec.num_layers, "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim, "intermediate_size": ffn.size,
         "vocab_size": spec.vocab_size, "max_position_embeddings": spec.context_tokens, "rms_norm_eps": spec.rms_eps,
         "tie_word_embeddings": spec.tied,
     }  # fmt: skip
-    kind: Any = transformers.Qwen3Config
-    make: Any = transformers.Qwen3ForCausalLM
-    if "rope_parameters" in inspect.signature(kind.__init__).parameters:
+    kind: Callable[..., object] = transformers.Qwen3Config
+    make: Callable[..., Any] = transformers.Qwen3ForCausalLM
+    if "rope_parameters" in inspect.signature(kind).parameters:
         sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": mixer.rope.theta}
     else:  # transformers before version 5
         sizes["rope_theta"] = mixer.rope.theta

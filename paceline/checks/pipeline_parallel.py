@@ -20,9 +20,9 @@ def check_pipeline_parallel(
     judge = RankJudge(setup, count=count, longest=longest, num_tokens=num_tokens)
     options = judge.options
     rows = [
-        JudgedRow("pp 1", lambda: LLM(**options)),
-        JudgedRow("pp 2, gloo", lambda: LLM(**{**options, "pp": 2, "collectives": "gloo"})),
-        JudgedRow("pp 3, gloo", lambda: LLM(**{**options, "pp": 3, "collectives": "gloo"})),
-        JudgedRow("pp 2, NCCL", lambda: LLM(**{**options, "pp": 2, "collectives": "nccl"}), num_gpus=2),
+        JudgedRow("pp 1", lambda: LLM(None, **options)),
+        JudgedRow("pp 2, gloo", lambda: LLM(None, **{**options, "pp": 2, "collectives": "gloo"})),
+        JudgedRow("pp 3, gloo", lambda: LLM(None, **{**options, "pp": 3, "collectives": "gloo"})),
+        JudgedRow("pp 2, NCCL", lambda: LLM(None, **{**options, "pp": 2, "collectives": "nccl"}), num_gpus=2),
     ]
     return judge.results(rows, _TIME_LIMIT)

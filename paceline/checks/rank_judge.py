@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -59,7 +58,7 @@ class RankJudge:
         self._params = greedy([rng.randint(*num_tokens) for _ in self._prompts])
         self._reference, self._plain = setup.decoder(spec, "float32"), setup.decoder(spec)
         given = {**setup.options, "load": "random", "shape": setup.shape, "seed": _SEED, "dtype": setup.dtype}
-        self.options: dict[str, Any] = {"kv_tokens": 16_384, "max_running": 32, "max_batch_tokens": 1024, **given}
+        self.options: dict[str, object] = {"kv_tokens": 16_384, "max_running": 32, "max_batch_tokens": 1024, **given}
         self._first: list[list[int]] | None = None  # the tokens of the first row
 
     def results(self, rows: Sequence[JudgedRow], time_limit: float | None = None) -> CheckResult:

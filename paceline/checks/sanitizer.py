@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from paceline.checks.harness import CheckResult, CheckSetup, greedy, random_prompts, tokens_of
 from paceline.request import SamplingParams
@@ -23,15 +22,16 @@ def run_tiny(setup: CheckSetup) -> CheckResult:
     shared = random_prompts(rng, spec.vocab_size, 1, 80)[0]
     prompts = [shared + own for own in random_prompts(rng, spec.vocab_size, 3, 20)]
     prompts += random_prompts(rng, spec.vocab_size, 2, 90)
-    options: dict[str, Any] = {
-        "max_running": 4,
-        "context_tokens": 512,
-        "max_batch_tokens": 128,
-        "max_prefill_tokens": 128,
-        "chunk_tokens": 64,
-        "draft_tokens": 7,
-    }
-    with setup.llm(spec, kv_tokens=2048, **options) as llm:
+    with setup.llm(
+        spec,
+        kv_tokens=2048,
+        max_running=4,
+        context_tokens=512,
+        max_batch_tokens=128,
+        max_prefill_tokens=128,
+        chunk_tokens=64,
+        draft_tokens=7,
+    ) as llm:
         params = [
             *greedy([6, 5, 4]),
             SamplingParams(max_tokens=5, ignore_eos=True, top_k=20, seed=1, logprobs=3),

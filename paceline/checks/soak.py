@@ -6,8 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from paceline.checks.harness import ROUNDING, CheckResult, CheckSetup, TimedSink, margin
 from paceline.engine.engine import Engine
@@ -136,17 +135,17 @@ def _random_request(
     prompt = prefix[: rng.randint(1, len(prefix))] if prefix and rng.random() < 0.2 else list(prefix)
     prompt += [rng.randrange(spec.vocab_size) for _ in range(rng.randint(1, longest // 2))]
     count = rng.randint(1, num_tokens)
-    options: dict[str, Any] = {"max_tokens": count, "ignore_eos": True, "temperature": rng.choice((0, 0, 0.6, 1.0))}
-    if options["temperature"]:
-        options |= {"top_k": rng.choice((None, 1, 40)), "top_p": rng.choice((1.0, 0.9))}
-        options["seed"] = rng.choice((None, rng.randrange(1 << 60)))
+    params = SamplingParams(max_tokens=count, ignore_eos=True, temperature=rng.choice((0, 0, 0.6, 1.0)))
+    if params.temperature:
+        params = replace(params, top_k=rng.choice((None, 1, 40)), top_p=rng.choice((1.0, 0.9)))
+        params = replace(params, seed=rng.choice((None, rng.randrange(1 << 60))))
     if rng.random() < 0.5:  # the output length is not known in advance
-        options["stop_token_ids"] = tuple(rng.sample(range(spec.vocab_size), min(64, spec.vocab_size // 4)))
-        options["min_tokens"] = rng.choice((0, min(4, count)))
+        stop_token_ids = tuple(rng.sample(range(spec.vocab_size), min(64, spec.vocab_size // 4)))
+        params = replace(params, stop_token_ids=stop_token_ids, min_tokens=rng.choice((0, min(4, count))))
     if rng.random() < 0.3:
-        options["logprobs"] = rng.choice((0, 1, 5, 20))
+        params = replace(params, logprobs=rng.choice((0, 1, 5, 20)))
     timeout = rng.choice((0.05, 0.5)) if rng.random() < 0.05 else None
-    return _SentRequest(prompt, SamplingParams(**options), TimedSink(), timeout, stream=rng.random() < 0.5)
+    return _SentRequest(prompt, params, TimedSink(), timeout, stream=rng.random() < 0.5)
 
 
 def _disturb(engine: Engine, rng: random.Random) -> Callable[[], int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from paceline.checks.harness import CheckResult, CheckSetup
 from paceline.checks.rank_judge import JudgedRow, RankJudge
@@ -31,8 +30,8 @@ def check_tensor_parallel(
     with_ranks = {**options, "tp": 2, "collectives": "symmetric"}
     with_draft = {**with_ranks, "speculate": "draft", "draft_model": setup.shape}
     rows = [
-        JudgedRow("tp 1", lambda: LLM(**options)),
-        JudgedRow("tp 2, gloo", lambda: LLM(**{**options, "tp": 2, "collectives": "gloo"}), graphs=False),
+        JudgedRow("tp 1", lambda: LLM(None, **options)),
+        JudgedRow("tp 2, gloo", lambda: LLM(None, **{**options, "tp": 2, "collectives": "gloo"}), graphs=False),
         JudgedRow("tp 2, symmetric memory", lambda: _sharing_a_gpu(with_ranks), num_gpus=1),
         # Few prompts: where processes take turns, a pass with drafts takes half a second.
         JudgedRow("tp 2, symmetric memory, draft model", lambda: _sharing_a_gpu(with_draft), num_gpus=1, num_prompts=6),
@@ -42,11 +41,11 @@ def check_tensor_parallel(
 
 
 @contextmanager
-def _sharing_a_gpu(options: dict[str, Any]) -> Iterator[LLM]:
+def _sharing_a_gpu(options: dict[str, object]) -> Iterator[LLM]:
     before = os.environ.get(_SHARE_A_GPU)
     os.environ[_SHARE_A_GPU] = "1"
     try:
-        with LLM(**options) as llm:
+        with LLM(None, **options) as llm:
             yield llm
     finally:
         del os.environ[_SHARE_A_GPU]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from functools import partial
 
 from paceline.checks.harness import ROUNDING, CheckResult, CheckSetup, greedy, margin, random_prompts, tokens_of
 
@@ -19,12 +19,12 @@ def check_tokens(
     prompts += [shared + own for own in random_prompts(rng, spec.vocab_size, max(2, count // 9), max(2, longest // 18))]
     params = greedy([rng.randint(*num_tokens) for _ in prompts])
     # Without limits that depend on measured times, batches are the same in all modes, and so are the bits of a token.
-    options: dict[str, Any] = {"max_wait": math.inf, "itl_target": math.inf, "chunk_tokens": 512}
-    options["context_tokens"] = min(8192, spec.context_tokens)
+    start = partial(setup.llm, spec, kv_tokens=400_000, max_wait=math.inf, itl_target=math.inf, chunk_tokens=512)
+    context_tokens = min(8192, spec.context_tokens)
     tokens: dict[str, list[list[int]]] = {}
     some, few = slice(0, None, 20), slice(0, 4)
     for mode in ("off", "on", "sync"):
-        with setup.llm(spec, overlap=mode, kv_tokens=400_000, **options) as llm:
+        with start(overlap=mode, context_tokens=context_tokens) as llm:
             tokens[mode] = tokens_of(llm, prompts, params)
             if mode == "on":
                 again = tokens_of(llm, prompts[some], params[some])

@@ -8,7 +8,6 @@ import random
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -84,7 +83,7 @@ def write_folder(folder: Path, spec: ModelSpec, weights: Mapping[str, Tensor]) -
     family = next(one for one in FAMILIES if one.name == spec.family)
     mixer, experts = spec.layers[0].mixer, spec.expert_layers
     assert mixer.rope is not None, "this config has no field for layers without RoPE"
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         "architectures": [family.architecture], "hidden_size": spec.hidden_size, "num_hidden_layers": spec.num_layers,
         "num_attention_heads": mixer.num_heads, "num_key_value_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim,
         "intermediate_size": (spec.dense_layers or experts)[0].size, "vocab_size": spec.vocab_size,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ SUMMARIES = {
 }
 
 
-class _Commands(Mapping[str, Any]):
+class _Commands(UserDict[str, Any]):
     """The command `name` is in paceline/cli/name.py: its function `name`, or its Typer `app`."""
 
     def __getitem__(self, name: str) -> Any:
@@ -40,12 +40,6 @@ class _Commands(Mapping[str, Any]):
         alone = typer.Typer(add_completion=False)
         alone.command(name)(getattr(module, name))
         return typer.main.get_command(alone)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(SUMMARIES)
-
-    def __len__(self) -> int:
-        return len(SUMMARIES)
 
 
 def _unknown_option(error: Exception, given: list[str]) -> str:
@@ -65,16 +59,16 @@ def _unknown_option(error: Exception, given: list[str]) -> str:
 class _CommandGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _Commands()  # type: ignore[assignment]
+        self.commands = _Commands(SUMMARIES)
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         return list(self.commands)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
+    def format_commands(self, ctx: object, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(SUMMARIES.items()))
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         """Prints a user error as one line and exits with 2, or with 75 if a later start may succeed; other exceptions
         are bugs and keep their traceback."""
         name, given = (ctx._protected_args or [""])[0], list(ctx.args)

@@ -8,7 +8,15 @@ import typer
 
 from paceline.bench.apis import APIS
 from paceline.cli.options import Model, takes
-from paceline.config import OFFLINE_PARTS, ConfigError, EngineConfig, OfflineConfig, QualityConfig, SchedulerConfig
+from paceline.config import (
+    OFFLINE_PARTS,
+    ConfigError,
+    EngineConfig,
+    OfflineConfig,
+    QualityConfig,
+    SchedulerConfig,
+    config_from,
+)
 
 app = typer.Typer(help="Run benchmarks and checks on this machine.", no_args_is_help=True)
 
@@ -65,7 +73,7 @@ def offline(
         list[str] | None, typer.Option(help=f"With --against: workload {', '.join(_WORKLOADS)}; may be repeated.")
     ] = None,
     *,
-    options: dict[str, Any],
+    options: dict[str, object],
 ) -> None:
     """Time and check offline generation. Timed parts print RESULT lines with JSON, checks print PASS or FAIL."""
     if against is None:
@@ -112,13 +120,13 @@ def _compare(
 
 @app.command()
 @takes(QualityConfig)
-def quality(model: Model = None, *, options: dict[str, Any]) -> None:
+def quality(model: Model = None, *, options: dict[str, object]) -> None:
     """Compare the next-token distributions of two models, or of one in two precisions, on the CPU. The last line is one
     JSON object."""
     from paceline.bench.quality import bench
     from paceline.cli.loading import fetch
 
-    config = QualityConfig(**options)
+    config = config_from(QualityConfig, options)
     bench(config, fetch(model), fetch(model if config.against is None else config.against))
 
 

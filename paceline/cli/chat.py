@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -33,7 +33,7 @@ _HELP = "Commands: /reset starts a new conversation, /exit (or Ctrl-D) quits; Ct
 
 @takes(EngineConfig)
 def chat(
-    options: dict[str, Any],
+    options: dict[str, object],
     model: Model = None,
     system: System = None,
     max_tokens: MaxTokens = None,

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -26,7 +26,7 @@ Jobs = Annotated[int, typer.Option(help="Compilations at the same time (default:
 
 @takes(EngineConfig, SchedulerConfig)
 def compile(
-    options: dict[str, Any],
+    options: dict[str, object],
     output: Output,
     model: Model = None,
     shape: ShapeName = None,
@@ -63,7 +63,7 @@ def compile(
         typer.echo(f"\rCompiled {done} of {missing} kernels", nl=done == missing, err=True)
 
     progress = show if sys.stderr.isatty() else None
-    variants: set[Any] = set()
+    variants: set[object] = set()
     count = 0
     spec = source.spec
     shards = different_shards(spec, config.tp)

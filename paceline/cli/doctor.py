@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from paceline.cli.options import from_environment, takes
-from paceline.config import ServerConfig
+from paceline.config import ServerConfig, config_from
 
 Model = Annotated[
     str | None,
@@ -19,7 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 @takes(ServerConfig)
-def doctor(options: dict[str, Any], model: Model = None, as_json: Json = False) -> None:
+def doctor(options: dict[str, object], model: Model = None, as_json: Json = False) -> None:
     """Check whether this machine can serve: software, GPU, memory, folders, port, limits, and a model.
 
     Exit status 1: there is a problem. Give the options of the server that you would start.
@@ -32,7 +32,7 @@ def doctor(options: dict[str, Any], model: Model = None, as_json: Json = False) 
 
     checks = [
         *software_checks(),
-        *machine_checks(ServerConfig(**options)),
+        *machine_checks(config_from(ServerConfig, options)),
         *(model_checks(model) if model is not None else ()),
     ]
     findings = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -32,7 +32,7 @@ IgnoreEos = Annotated[
 
 @takes(EngineConfig)
 def generate(
-    options: dict[str, Any],
+    options: dict[str, object],
     prompts: Prompts,
     model: Model = None,
     system: System = None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from paceline.config import ConfigError
 
@@ -38,7 +38,7 @@ def bar(title: str) -> Iterator[Callable[[int, int], None]]:
     shown = errors.is_terminal and not logs_json()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=errors, transient=True, disable=not shown) as progress:
-        task: Any = None
+        task: TaskID | None = None
 
         def advance(done: int, total: int) -> None:
             nonlocal task

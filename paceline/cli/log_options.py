@@ -8,7 +8,6 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from paceline.cli.options import ENVIRONMENT
 
@@ -39,7 +38,7 @@ def _given(name: str, arguments: Sequence[str], environment: Mapping[str, str]) 
     return value
 
 
-def _server_table(path: str) -> Mapping[str, Any]:
+def _server_table(path: str) -> Mapping[str, object]:
     with contextlib.suppress(OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):  # reported when it is read
         table = tomllib.loads(Path(path).read_text(encoding="utf-8")).get("server") if path else None
         return table if isinstance(table, dict) else {}

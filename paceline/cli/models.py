@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,7 +16,7 @@ from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 
 @takes(EngineConfig, SchedulerConfig)
 def models(
-    options: dict[str, Any],
+    options: dict[str, object],
     families: Annotated[bool, typer.Option("--families", help="Print the table of supported families.")] = False,
     plan: Annotated[
         str | None,

@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import typer
 
@@ -50,7 +50,12 @@ COMPUTED = frozenset(
 )
 
 
-def from_environment(name: str) -> dict[str, Any]:
+class _FromEnvironment(TypedDict):
+    envvar: str
+    show_envvar: bool
+
+
+def from_environment(name: str) -> _FromEnvironment:
     """Makes an option readable from its environment variable."""
     return {"envvar": ENVIRONMENT + name.upper(), "show_envvar": False}
 
@@ -87,14 +92,14 @@ def takes(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
 
-        def with_options(**given: Any) -> None:
+        def with_options(**given: object) -> None:
             options = {
                 name: _value(name, value) for name, value in given.items() if name in names and value is not None
             }
             command(**{name: value for name, value in given.items() if name not in names}, options=options)
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*own, *generated]]
-        with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        vars(with_options)["__signature__"] = inspect.Signature(parameters)
         with_options.__annotations__ = {p.name: p.annotation for p in parameters}
         with_options.__doc__, with_options.__name__ = command.__doc__, command.__name__
         return with_options
@@ -121,17 +126,17 @@ def _parameters(config: type) -> list[inspect.Parameter]:
     return found
 
 
-def _option(item: dataclasses.Field[Any], group: str) -> Any:
+def _option(item: dataclasses.Field[object], group: str) -> object:
     return typer.Option(help=_help(item), rich_help_panel=group, **from_environment(item.name))
 
 
-def _kind(hint: Any) -> Any:
+def _kind(hint: object) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     (kind,) = (kind for kind in kinds if kind is not type(None))
     return str if typing.get_origin(kind) in (Mapping, typing.get_origin(Mapping[str, float])) else kind
 
 
-def _help(item: dataclasses.Field[Any]) -> str:
+def _help(item: dataclasses.Field[object]) -> str:
     text, default = full_help(item), item.default
     if "default: " in text:
         return text
@@ -142,7 +147,7 @@ def _help(item: dataclasses.Field[Any]) -> str:
     return f"{text} (default: {default})" if isinstance(default, str | int | float) else text
 
 
-def _value(name: str, value: Any) -> Any:
+def _value(name: str, value: Any) -> object:
     match name:
         case "tenant_weights":
             return parse_weights(value)
@@ -152,9 +157,10 @@ def _value(name: str, value: Any) -> Any:
             return value
 
 
-def one_adapter(options: Mapping[str, Any]) -> str:
+def one_adapter(options: Mapping[str, object]) -> str:
     """The adapter that all output of a command uses; "": the base model."""
-    names = list(options.get("lora") or ())
+    lora = options.get("lora")
+    names = list(lora) if isinstance(lora, Mapping) else []
     if len(names) > 1:
         raise ConfigError(f"lora has {', '.join(names)}: give one, which the output uses.")
     return names[0] if names else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _KV_SHARE = 0.9  # of the memory that weights leave, as a default of a GPU; kv_memory_fraction on a CPU
 
 
-def print_plan(model: str, options: dict[str, Any], arch: str | None, memory: float | None) -> None:
+def print_plan(model: str, options: dict[str, object], arch: str | None, memory: float | None) -> None:
     from paceline.engine.build import find_draft, resolve_here
 
     engine_options, scheduler_options = split_options(options, ("plan", "arch", "memory"))

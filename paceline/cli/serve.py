@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from paceline.config import (
     ServerConfig,
     TenantConfig,
     check_replicas,
+    config_from,
     split_options,
 )
 from paceline.config_file import read_file
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 @takes(ServerConfig, EngineConfig, SchedulerConfig)
 def serve(
-    options: dict[str, Any],
+    options: dict[str, object],
     name_or_path: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The model, as for --model.", show_default=False)
     ] = None,
@@ -70,13 +71,14 @@ def serve(
         raise ConfigError(f"model is {model!r}, and {name_or_path!r} is given, too: give one of them.")
     model = name_or_path or model
     tenants: tuple[TenantConfig, ...] = ()
+    chosen: str | None = load
     if config_file is not None:
         file = read_file(config_file)
         options, tenants = {**file.options, **options}, file.tenants
-        model, load, shape = model or file.model, load or file.load, shape or file.shape  # type: ignore[assignment]
-    load = load or "weights"
+        model, chosen, shape = model or file.model, load or file.load, shape or file.shape
+    chosen = chosen or "weights"
     server_names = {item.name for item in dataclasses.fields(ServerConfig)}
-    config = ServerConfig(**{name: value for name, value in options.items() if name in server_names})
+    config = config_from(ServerConfig, {name: value for name, value in options.items() if name in server_names})
     ApiKeys(tenants, config.admin_key)  # invalid keys are reported here, and not by every front end
     rest = {name: value for name, value in options.items() if name not in server_names}
     engine_options, _ = split_options(rest)
@@ -86,12 +88,12 @@ def serve(
     try:
         tokenizer: str | int
         if engine.executor == "virtual":
-            if model is not None or load != "weights" or shape is not None:
+            if model is not None or chosen != "weights" or shape is not None:
                 raise ConfigError("executor is 'virtual', which runs no model: remove model, load and shape.")
             from paceline.engine.virtual.build import NAME, VOCAB_SIZE
 
             path, tokenizer, own_name = None, VOCAB_SIZE, NAME
-        elif load == "random":
+        elif chosen == "random":
             from paceline.model.shapes import shape as named_shape
 
             if model is not None:
@@ -105,7 +107,7 @@ def serve(
             path = str(fetch(model))
             tokenizer, own_name = path, name_of(model, Path(path), None)
         name = config.served_name or own_name
-        setup = ServerSetup(config, name, tokenizer, ModelSource(path, load, shape, rest), tenants)
+        setup = ServerSetup(config, name, tokenizer, ModelSource(path, chosen, shape, rest), tenants)
         with bar(f"loading {name}") as advance:
             status = run(
                 setup,

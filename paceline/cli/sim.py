@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -22,6 +22,7 @@ from paceline.config import (
     SimulatedReplicaConfig,
     SpeculationConfig,
     WorkloadConfig,
+    config_from,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ _H200 = "h200-qwen3-0.6b"
 
 
 def load_arrivals(
-    workload: str, options: Mapping[str, Any], *, speed: float = 1.0, limit: int | None = None
+    workload: str, options: Mapping[str, object], *, speed: float = 1.0, limit: int | None = None
 ) -> list[Arrival]:
     from paceline.simulator.traces import read_trace
     from paceline.simulator.workloads import DEFAULTS, SIZES, WORKLOADS, make_workload
@@ -73,7 +74,7 @@ def load_arrivals(
         if workload in SIZES and set(given) - {"requests"}:
             raise ConfigError(f"workload {workload!r} is fixed: remove {', '.join(sorted(given))}.")
         defaults = {"requests": SIZES[workload]} if workload in SIZES else DEFAULTS.get(workload, {})
-        return make_workload(workload, WorkloadConfig(**defaults | given))
+        return make_workload(workload, config_from(WorkloadConfig, {**defaults, **given}))
     if given:
         raise ConfigError(f"workload is a trace, which has its own requests: remove {', '.join(sorted(given))}.")
     path = Path(workload).expanduser()
@@ -82,7 +83,7 @@ def load_arrivals(
     return read_trace(path, limit=limit, speed=speed)
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[float | None, dict[str, Any]]:
+def split_options(options: Mapping[str, object]) -> tuple[float | None, dict[str, object]]:
     """The acceptance of drafts, and the options of the scheduler."""
     speculation, scheduler = SpeculationConfig.split(options)
     if speculation.acceptance is not None and not speculation.drafts:
@@ -90,11 +91,11 @@ def split_options(options: Mapping[str, Any]) -> tuple[float | None, dict[str, A
     return speculation.acceptance, scheduler
 
 
-def replica_config(options: Mapping[str, Any]) -> SimulatedReplicaConfig:
+def replica_config(options: Mapping[str, object]) -> SimulatedReplicaConfig:
     names = SimulatedReplicaConfig.__dataclass_fields__
     if "router" in options and options.get("replicas", 1) == 1:
         raise ConfigError(f"router is {options['router']!r}, but there is one replica: give replicas, too.")
-    return SimulatedReplicaConfig(**{name: value for name, value in options.items() if name in names})
+    return config_from(SimulatedReplicaConfig, {name: value for name, value in options.items() if name in names})
 
 
 def _profile(gpu: str, replicas: SimulatedReplicaConfig) -> Profile:
@@ -113,7 +114,7 @@ def _caption(replicas: SimulatedReplicaConfig) -> str | None:
 @app.command()
 @takes(WorkloadConfig, SimulatedReplicaConfig, SpeculationConfig, SchedulerConfig)
 def run(
-    options: dict[str, Any],
+    options: dict[str, object],
     workload: Workload = "prefixes",
     gpu: Gpu = _H200,
     speed: Speed = 1.0,
@@ -146,7 +147,7 @@ def run(
 @app.command()
 @takes(WorkloadConfig, SimulatedReplicaConfig, SpeculationConfig, SchedulerConfig)
 def compare(
-    options: dict[str, Any],
+    options: dict[str, object],
     workload: Workload = "prefixes",
     policies: Annotated[
         str,
@@ -301,7 +302,7 @@ def fit(
 
 def _replayed(
     read: Sequence[Recording], paths: Sequence[Path], profile: Profile, console: Console
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Replays whole runs on the virtual GPU, from their requests alone, and prints the errors."""
     from paceline.simulator.replay import replay, replay_held_out
 
@@ -373,7 +374,7 @@ def _write(
             name: {"summary": one.summary(), "series": dataclasses.asdict(one.series), "journal": one.journal}
             for name, one in runs.items()
         }
-        about: dict[str, Any] = {"workload": workload, "device": profile.device, "model": profile.model}
+        about: dict[str, object] = {"workload": workload, "device": profile.device, "model": profile.model}
         about |= {"tp": replicas.tp, "note": _caption(replicas)} if replicas.tp > 1 else {}
         json_file.write_text(json.dumps({**about, "runs": found}) + "\n")
     if plot is not None:

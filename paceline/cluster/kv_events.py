@@ -122,8 +122,9 @@ class KvEventLog:
 
 def _namespace(node: Node) -> Namespace:
     assert node.parent is not None, "a namespace is below its tenant"
-    salt, adapter = node.name
-    return node.parent.name, salt, adapter
+    tenant, name = node.parent.name, node.name
+    assert isinstance(tenant, str) and isinstance(name, tuple), "a tenant, then its salt and adapter"
+    return tenant, *name
 
 
 # ---------------------------------------------------------------------- messages, in vLLM's layout

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections import Counter
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,7 +54,7 @@ class NixlMemory:
             ) from None
         self._pages, self._lock = pages, threading.Lock()
         self._connected: Counter[str] = Counter()  # by name: an engine may connect again before the end is noticed
-        self._agent: Any = nixl_agent(f"paceline-{uuid.uuid4()}", nixl_agent_config(backends=["UCX"]))
+        self._agent = nixl_agent(f"paceline-{uuid.uuid4()}", nixl_agent_config(backends=["UCX"]))
         areas = [(part.array.ctypes.data, part.array.nbytes, 0, "") for part in pages.parts]
         self._registered = self._agent.register_memory(areas, "DRAM")
 

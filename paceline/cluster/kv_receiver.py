@@ -478,12 +478,16 @@ class RemotePrefill:
                 assert waiting is not None, f"transfer {one.id} is settled twice"
                 self._note(waiting, one)
 
-                def action(scheduler: Scheduler, waiting: _WaitingJob = waiting, settled: Settled = one) -> None:
+                def settle(scheduler: Scheduler, waiting: _WaitingJob = waiting, settled: Settled = one) -> None:
                     self._guarded(waiting, lambda: self._settle(scheduler, waiting, settled))
+
+                action: Callable[[Scheduler], None] = settle
             else:
 
-                def action(scheduler: Scheduler, id: str = one.id) -> None:  # type: ignore[misc]
+                def release(scheduler: Scheduler, id: str = one.id) -> None:
                     self._release(scheduler, id)
+
+                action = release
 
             try:
                 self._call(action)

@@ -55,7 +55,7 @@ def with_vocabulary(decoder: Decoder, vocab_size: int) -> Decoder:
         return decoder
     assert decoder.group is None and decoder.stages is None, "a draft model is not divided"
     decoder.embedding = _with_rows(decoder.embedding, vocab_size)
-    decoder.head = decoder.embedding if spec.tied else _with_rows(decoder.head, vocab_size)
+    decoder.head.weight = decoder.embedding if spec.tied else _with_rows(decoder.head.tensor, vocab_size)
     decoder.spec = decoder.whole_spec = replace(spec, vocab_size=vocab_size)
     return decoder
 

@@ -20,6 +20,7 @@ row and a few columns, and loads their weights at once, before it waits for the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -170,6 +171,9 @@ class LinearTuning:
     num_warps: int
     num_stages: int
     split_k: int = 1
+
+
+GemmTuning = Callable[[int, int, bool], LinearTuning | None]  # rows, columns, gated; None: cuBLAS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -217,7 +217,7 @@ def _lora_shrink_kernel(
         else:
             v = tl.load(inputs + first + start, mask=inside[:, None], other=0.0)
             w = tl.load(weights + first + start, mask=is_rank, other=0.0)
-        acc = tl.dot(v, tl.trans(w), acc)
+        acc = tl.dot(v.to(w.dtype), tl.trans(w), acc)  # inputs of packed matrices are float16
     target = between + ((part * M + row[:, None]) * SLICES + index) * RANK + r[None, :]
     tl.store(target, acc, mask=inside[:, None])
 

@@ -14,14 +14,14 @@ With a `StageLink` (pipeline parallelism) it has the layers of one stage: the st
 it begins with, and all but the last send theirs on.
 
 What differs between families is a field of a layer's values (`layers.py`) or of `ModelSpec`; there is one `if` per
-option and no class per model. This is the reference implementation: `CpuModel` and `CudaModel` compute the same with
-rearranged weights.
+option and no class per model. This is the reference implementation, and with its linear layers replaced
+(`engine/cpu/linear.py`) also what a CPU computes in float32. `CudaModel` and `QuantizedModel` compute the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -29,9 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.layers import Activation, Attention, Dense, Experts, LayerSpec, Rotation
-from paceline.model.lora import AddAdapters, LoraRows, LoraWeights
+from paceline.model.linear import Linear, Matrix, expanded
+from paceline.model.lora import AddAdapters, LayerAdapter, LoraRows, LoraWeights
+from paceline.model.norm import Norm, rms_norm
 from paceline.model.rank_group import RankGroup, StageLink, embed, shard_of
-from paceline.model.rope import rope_table, rotate
+from paceline.model.rope import rope_table, rotate, rotation_at
 from paceline.model.spec import ModelSpec
 
 # attend(layer, q[T, heads, D], k[T, kv heads, D], v[T, kv heads, D], sinks) -> [T, heads * D]. Writes k and v into the
@@ -56,39 +58,37 @@ def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tens
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Mlp:
     """The gated MLP of a layer: down(activation(gate(x)) * up(x))."""
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Linear
+    down: Linear
     activation: GatedActivation
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
 
     def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
-        between = F.linear(x, self.gate_up, self.gate_up_bias)
-        if adapt is not None:
-            adapt("gate_up", x, between)
-        activated = self.activation(*between.chunk(2, dim=-1))
-        out = F.linear(activated, self.down, self.down_bias)
-        if adapt is not None:
-            adapt("down", activated, out)
-        return out
+        return self.down(self._activated(x, adapt), adapt)
+
+    def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        """x + mlp(y)."""
+        return self.down.add_to(x, self._activated(y, adapt), adapt)
+
+    def _activated(self, x: Tensor, adapt: AddAdapters | None) -> Tensor:
+        return self.activation(*self.gate_up(x, adapt).chunk(2, dim=-1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class MixtureOfExperts:
     """A mixture of experts: the weighted sum of the MLPs that the router chooses for each row, and of a shared expert
     that all rows use, if there is one.
 
     The reference is `masked`: each expert computes all rows, and nothing is read on the host. On a CPU, where reading
-    costs nothing, each expert computes only the rows that chose it.
+    costs nothing, each expert computes only the rows that chose it, and these are counted.
     """
 
     router: Tensor  # [E, H]
-    expert_gate_up: Tensor  # [E, 2F, H]
-    expert_down: Tensor  # [E, H, F]
+    expert_gate_up: Matrix  # [E, 2F, H]
+    expert_down: Matrix  # [E, H, F]
     activation: GatedActivation
     options: Experts
     router_bias: Tensor | None = None  # [E]
@@ -96,32 +96,39 @@ class MixtureOfExperts:
     expert_down_bias: Tensor | None = None  # [E, H]; of ranks, only the first has it
     shared_gate: Tensor | None = None  # [1, H]
     shared: Mlp | None = None
+    num_rows: Tensor = field(init=False)  # [E]: rows that each expert has computed on a CPU
+
+    def __post_init__(self) -> None:
+        self.num_rows = torch.zeros(self.options.count, dtype=torch.int64)
 
     def __call__(self, x: Tensor, adapt: AddAdapters | None = None) -> Tensor:
         """adapt: changes nothing, since experts have no adapters."""
         ids, weights = route(F.linear(x, self.router, self.router_bias), self.options)
         if x.device.type == "cpu":
             out = torch.zeros_like(x)
-            add_chosen(out, x, ids, weights, self)
+            self.num_rows += add_chosen(out, x, ids, weights, self)
         else:
             out = self.masked(x, ids, weights)
         if self.shared is not None and self.shared_gate is not None:
             out += torch.sigmoid(F.linear(x, self.shared_gate)) * self.shared(x)
         return out
 
+    def add_to(self, x: Tensor, y: Tensor, adapt: AddAdapters | None = None) -> Tensor:
+        """x + experts(y)."""
+        return x + self(y)
+
     def masked(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """The experts [T, k] of the rows of x, weighted and added up."""
         out = torch.zeros_like(x)
+        gate_up, down = expanded(self.expert_gate_up, x.dtype), expanded(self.expert_down, x.dtype)
         for expert in range(len(self.router)):
             is_chosen = ids == expert
             weight = torch.where(is_chosen, weights, 0.0).sum(-1, keepdim=True).to(x.dtype)
-            value = self._mlp(expert)(x) * weight
+            biases = (None if one is None else one[expert] for one in (self.expert_gate_up_bias, self.expert_down_bias))
+            first, last = map(Linear, (gate_up[expert], down[expert]), biases)
+            value = Mlp(first, last, self.activation)(x) * weight
             out += torch.where(is_chosen.any(-1, keepdim=True), value, 0.0)
         return out
-
-    def _mlp(self, expert: int) -> Mlp:
-        biases = (None if one is None else one[expert] for one in (self.expert_gate_up_bias, self.expert_down_bias))
-        return Mlp(self.expert_gate_up[expert], self.expert_down[expert], self.activation, *biases)
 
 
 def route(logits: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
@@ -136,6 +143,7 @@ def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Mi
     """out += the experts [T, k] of the rows of x, weighted. Rows are sorted by expert; how many each expert has is read
     on the host, and returned [E]."""
     gate_up_bias, down_bias = experts.expert_gate_up_bias, experts.expert_down_bias
+    gate_up, down = expanded(experts.expert_gate_up, x.dtype), expanded(experts.expert_down, x.dtype)
     chosen = ids.flatten()
     counts = torch.bincount(chosen, minlength=len(experts.router))
     order = chosen.argsort(stable=True)
@@ -146,8 +154,8 @@ def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Mi
             continue
         own = slice(first, first + count)
         bias = None if gate_up_bias is None else gate_up_bias[expert]
-        gate, up = F.linear(x[rows[own]], experts.expert_gate_up[expert], bias).chunk(2, dim=-1)
-        value = F.linear(experts.activation(gate, up).mul_(scales[own]), experts.expert_down[expert])
+        gate, up = F.linear(x[rows[own]], gate_up[expert], bias).chunk(2, dim=-1)
+        value = F.linear(experts.activation(gate, up).mul_(scales[own]), down[expert])
         if down_bias is not None:
             value.addcmul_(scales[own], down_bias[expert])
         out.index_add_(0, rows[own], value)  # no row twice: the experts of a row differ
@@ -155,24 +163,41 @@ def add_chosen(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Mi
     return counts
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class DecoderLayer:
     """The weights of one layer. `LayerSpec.norms` decides which norms there are: before a block, after it, or both."""
 
     mixer: Attention  # of this rank
     whole_mixer: Attention  # of all ranks
     rope: int | None  # index of its table; None: no rotary positions
-    qkv: Tensor
-    out: Tensor
+    qkv: Linear
+    out: Linear
     mlp: Mlp | MixtureOfExperts
-    attention_norm: Tensor | None = None
-    attention_post_norm: Tensor | None = None
-    mlp_norm: Tensor | None = None
-    mlp_post_norm: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    out_bias: Tensor | None = None
-    qk_norm: Tensor | None = None
+    attention_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    qk_norm: Tensor | None = None  # [heads, D]
     sinks: Tensor | None = None  # [heads]
+
+    @property
+    def dense(self) -> Mlp | None:
+        """The MLP that all rows use: of a mixture of experts, the shared one."""
+        return self.mlp.shared if isinstance(self.mlp, MixtureOfExperts) else self.mlp
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        mlp = self.dense
+        return (self.qkv, self.out) if mlp is None else (self.qkv, self.out, mlp.gate_up, mlp.down)
+
+    def folded(self, adapter: LayerAdapter) -> LayerAdapter:
+        """The adapter of this layer with the norms that are folded into its matrices."""
+        norms = {"qkv": self.attention_norm, "gate_up": self.mlp_norm}
+        weights = {name: norm.weight for name, norm in norms.items() if norm is not None and norm.is_folded}
+        return {
+            name: tuple(replace(part, a=part.a * weights[name]) for part in parts) if name in weights else parts
+            for name, parts in adapter.items()
+        }
 
 
 class Decoder:
@@ -181,7 +206,7 @@ class Decoder:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: Mapping[str, Tensor],
+        weights: Mapping[str, Matrix],
         *,
         max_positions: int | None = None,
         group: RankGroup | None = None,
@@ -195,20 +220,23 @@ class Decoder:
         self.whole_spec, self.group, self.stages = spec, group, stages
         self.shard = shard_of(group or stages)
         self.spec = spec = self.shard.spec(spec)
-        some = next(iter(weights.values()))  # not a matrix of a layer, which may be quantized
+        tensors = {name: one for name, one in weights.items() if isinstance(one, Tensor)}
+        some = next(iter(tensors.values()))
         self.device, self.dtype = some.device, some.dtype
         self.kv_dtype = self.dtype
         self.precision = str(self.dtype).removeprefix("torch.")
         none = some.new_empty(0)  # of a stage that does not need it
-        self.embedding = weights["embedding"] if self.shard.is_first else none
-        self.head = weights["embedding" if spec.tied else "head"] if self.shard.is_last else none
-        self.norm = weights["norm"] if self.shard.is_last else none
+        self._eps = torch.full((1, 1), spec.rms_eps, device=self.device)
+        self.embedding = tensors["embedding"] if self.shard.is_first else none
+        self.head = Linear(tensors["embedding" if spec.tied else "head"] if self.shard.is_last else none, name="head")
+        self.logit_scale = spec.logit_scale  # 1 if it is folded into the head
+        self.norm = Norm(tensors["norm"] if self.shard.is_last else none, self._eps)
         self.max_positions = max_positions or spec.context_tokens
         rotations = spec.rotations
         self.rope_tables = [rope_table(one, self.max_positions, self.device) for one in rotations]
         wholes = self.whole_spec.with_layers(self.shard.layers(self.whole_spec)).layers
         self.layers = [
-            _layer(layer, whole, rotations, weights, f"{index}.")
+            _layer(layer, whole, rotations, _LayerWeights(weights, f"{index}.", self._eps))
             for index, (layer, whole) in enumerate(zip(spec.layers, wholes, strict=True))
         ]
 
@@ -217,67 +245,100 @@ class Decoder:
         """Hidden states [T, hidden] after the final norm, of tokens[T] rotated by positions[T] (both integer); `attend`
         alone knows where they are cached. Of a stage that is not the last: before the norm, and sent on. lora: rows
         with adapters, as `prepare_adapter` returns them."""
-        # One gather per rope for all layers; [T, 1, D] broadcasts over heads.
-        rotations = [table[positions].unsqueeze(1) for table in self.rope_tables]
+        rotations = [rotation_at(table, positions) for table in self.rope_tables]  # one gather for all layers
         if self.stages is None or self.shard.is_first:
             x = scaled(embed(self.group, self.spec, self.embedding, tokens), self.spec.embedding_scale)
         else:
             x = self.stages.receive(len(tokens), self.spec.hidden_size, self.dtype)
         for index, layer in enumerate(self.layers):
-            cos_sin = None if layer.rope is None else rotations[layer.rope]
+            rotation = None if layer.rope is None else rotations[layer.rope]
             adapt = None if lora is None else partial(lora.add, index)
-            attended = self._sum(self._attention(index, self._norm(x, layer.attention_norm), cos_sin, attend, adapt))
-            x = x + self._norm(attended, layer.attention_post_norm)
-            x = x + self._norm(self._sum(layer.mlp(self._norm(x, layer.mlp_norm), adapt)), layer.mlp_post_norm)
+            attended = self._attend(index, _normed(x, layer.attention_norm), rotation, attend, adapt)
+            x = self._add(x, layer.out, attended, layer.attention_post_norm, adapt)
+            x = self._add(x, layer.mlp, _normed(x, layer.mlp_norm), layer.mlp_post_norm, adapt)
         if self.stages is not None and not self.shard.is_last:
             self.stages.send(x)
             return x
-        return self._norm(x, self.norm)
+        return self.norm(x)
 
     def prepare_adapter(self, weights: LoraWeights) -> LoraWeights:
-        """The matrices of an adapter as `forward` uses them: here, as they are."""
-        return weights
+        """The matrices of an adapter as `forward` uses them: with the norms that are folded into the model's."""
+        return LoraWeights(tuple(layer.folded(one) for layer, one in zip(self.layers, weights.layers, strict=True)))
 
+    @torch.inference_mode()
     def states(self, hidden: Tensor) -> Tensor:
-        """Hidden states as the model defines them: here, what `forward` returns."""
-        return hidden
+        """Hidden states as the model defines them, of what `forward` returns."""
+        return hidden * self.norm.weight if self.norm.is_folded else hidden
+
+    def linears(self) -> Iterator[tuple[int, str, Linear]]:
+        """The linear layers of all layers, with the index of the layer and the name of the matrix in it."""
+        for index, layer in enumerate(self.layers):
+            yield from ((index, one.name, one) for one in layer.linears)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some matrices are in the bits of a format."""
+        experts = [one for mlp in self.mixtures for one in (mlp.expert_gate_up, mlp.expert_down)]
+        matrices = [linear.weight for _, _, linear in self.linears()]
+        return not all(isinstance(one, Tensor) for one in (*matrices, *experts))
+
+    @property
+    def mixtures(self) -> list[MixtureOfExperts]:
+        """Those of the layers with experts."""
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MixtureOfExperts)]
+
+    @property
+    def expert_rows(self) -> list[list[int]]:
+        """Of each layer with experts: rows that each has computed."""
+        return [one.num_rows.tolist() for one in self.mixtures]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocab] of rows of `forward`'s result, in the model's dtype; of a rank, those of its token ids.
         Pass only the rows that sample: this is the largest matrix of a small model."""
-        return soft_cap(scaled(F.linear(hidden, self.head), self.spec.logit_scale), self.spec.logit_cap)
+        return soft_cap(scaled(self.head(hidden), self.logit_scale), self.spec.logit_cap)
 
-    def _attention(
-        self, index: int, x: Tensor, cos_sin: Tensor | None, attend: Attend, adapt: AddAdapters | None = None
+    def _attend(
+        self,
+        index: int,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        attend: Attend,
+        adapt: AddAdapters | None = None,
     ) -> Tensor:
+        """What the heads of a layer attend to, before its output projection."""
         layer = self.layers[index]
-        mixer, num_kv, eps = layer.mixer, layer.mixer.num_kv_heads, self.spec.rms_eps
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        if adapt is not None:
-            adapt("qkv", x, qkv)
-        heads = qkv.view(-1, mixer.num_heads + 2 * num_kv, mixer.head_dim)
+        mixer, num_kv = layer.mixer, layer.mixer.num_kv_heads
+        heads = layer.qkv(x, adapt).view(-1, mixer.num_heads + 2 * num_kv, mixer.head_dim)
         # Queries and keys are normed and rotated together: half the kernel launches.
         qk, v = torch.split(heads, [mixer.num_heads + num_kv, num_kv], dim=1)
         if layer.qk_norm is not None and mixer.qk_norm == "whole":
-            factors = whole_qk_factors(self.group, layer.whole_mixer, mixer, qk, eps)
+            factors = whole_qk_factors(self.group, layer.whole_mixer, mixer, qk, self.spec.rms_eps)
             qk = (qk.float() * factors * layer.qk_norm).to(qk.dtype)
         elif layer.qk_norm is not None:
-            qk = F.rms_norm(qk, (mixer.head_dim,), None, eps) * layer.qk_norm
-        if cos_sin is not None:
-            qk = rotate(qk, cos_sin)
+            qk = rms_norm(qk, None, self._eps) * layer.qk_norm
+        if rotation is not None:
+            qk = rotate(qk, rotation)
         q, k = torch.split(qk, [mixer.num_heads, num_kv], dim=1)
-        attended = attend(index, q, k, v, layer.sinks)
-        out = F.linear(attended, layer.out, layer.out_bias)
-        if adapt is not None:
-            adapt("out", attended, out)
-        return out
+        return attend(index, q, k, v, layer.sinks)
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return x if self.group is None else self.group.all_reduce(x)
+    def _add(
+        self,
+        x: Tensor,
+        block: Linear | Mlp | MixtureOfExperts,
+        y: Tensor,
+        post_norm: Norm | None,
+        adapt: AddAdapters | None,
+    ) -> Tensor:
+        """x + norm(block(y)), with the outputs of all ranks."""
+        if self.group is None and post_norm is None:
+            return block.add_to(x, y, adapt)
+        out = block(y, adapt)
+        return x + _normed(out if self.group is None else self.group.all_reduce(out), post_norm)
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else F.rms_norm(x, (self.spec.hidden_size,), weight, self.spec.rms_eps)
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def whole_qk_factors(group: RankGroup | None, whole: Attention, mixer: Attention, qk: Tensor, eps: float) -> Tensor:
@@ -302,46 +363,71 @@ def soft_cap(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
-def _layer(
-    layer: LayerSpec, whole: LayerSpec, rotations: Sequence[Rotation], weights: Mapping[str, Tensor], prefix: str
-) -> DecoderLayer:
-    own = {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
-    mlp = _mlp(layer.ffn, own) if isinstance(layer.ffn, Dense) else _experts(layer.ffn, own)
+class _LayerWeights:
+    """The fused tensors of one layer."""
+
+    def __init__(self, weights: Mapping[str, Matrix], prefix: str, eps: Tensor) -> None:
+        self._weights, self._prefix, self._eps = weights, prefix, eps
+
+    def matrix(self, name: str) -> Matrix:
+        return self._weights[self._prefix + name]
+
+    def tensor(self, name: str) -> Tensor | None:
+        found = self._weights.get(self._prefix + name)
+        assert found is None or isinstance(found, Tensor), f"{self._prefix}{name} is packed"
+        return found
+
+    def linear(self, name: str) -> Linear:
+        return Linear(self.matrix(name), self.tensor(f"{name}_bias"), name)
+
+    def norm(self, name: str) -> Norm | None:
+        weight = self.tensor(name)
+        return None if weight is None else Norm(weight, self._eps)
+
+    def experts(self, name: str, count: int) -> Matrix:
+        """Matrices [E, N, K]; packed ones have this shape."""
+        found = self.matrix(name)
+        return found.view(count, -1, found.shape[1]) if isinstance(found, Tensor) else found
+
+    def expert_biases(self, name: str, count: int) -> Tensor | None:
+        found = self.tensor(name)
+        return None if found is None else found.view(count, -1)
+
+
+def _layer(layer: LayerSpec, whole: LayerSpec, rotations: Sequence[Rotation], own: _LayerWeights) -> DecoderLayer:
     rotation = layer.mixer.rotation
-    rope = None if rotation is None else rotations.index(rotation)
-    return DecoderLayer(mixer=layer.mixer, whole_mixer=whole.mixer, rope=rope, mlp=mlp, **own)
+    return DecoderLayer(
+        mixer=layer.mixer,
+        whole_mixer=whole.mixer,
+        rope=None if rotation is None else rotations.index(rotation),
+        qkv=own.linear("qkv"),
+        out=own.linear("out"),
+        mlp=_mlp(layer.ffn, own) if isinstance(layer.ffn, Dense) else _experts(layer.ffn, own),
+        attention_norm=own.norm("attention_norm"),
+        attention_post_norm=own.norm("attention_post_norm"),
+        mlp_norm=own.norm("mlp_norm"),
+        mlp_post_norm=own.norm("mlp_post_norm"),
+        qk_norm=own.tensor("qk_norm"),
+        sinks=own.tensor("sinks"),
+    )
 
 
-def _mlp(ffn: Dense, own: dict[str, Tensor]) -> Mlp:
-    """Takes the tensors of an MLP out of those of a layer."""
-    found = {name: own.pop(name) for name in ("gate_up", "gate_up_bias", "down", "down_bias") if name in own}
-    return Mlp(**found, activation=gated_activation(ffn.activation))
+def _mlp(ffn: Dense | Experts, own: _LayerWeights, prefix: str = "") -> Mlp:
+    return Mlp(own.linear(f"{prefix}gate_up"), own.linear(f"{prefix}down"), gated_activation(ffn.activation))
 
 
-def _experts(ffn: Experts, own: dict[str, Tensor]) -> MixtureOfExperts:
-    """Takes the tensors of a mixture of experts out of those of a layer."""
-    activation = gated_activation(ffn.activation)
-
-    def biases(name: str) -> Tensor | None:
-        return own.pop(name).view(ffn.count, -1) if name in own else None
-
-    def matrices(name: str) -> Tensor:
-        found = own.pop(name)
-        # Quantized ones have this shape.
-        return found.view(ffn.count, -1, found.shape[1]) if isinstance(found, Tensor) else found
-
-    shared = None
-    if "shared_gate_up" in own:
-        shared = Mlp(own.pop("shared_gate_up"), own.pop("shared_down"), activation)
+def _experts(ffn: Experts, own: _LayerWeights) -> MixtureOfExperts:
+    router = own.tensor("router")
+    assert router is not None, "experts have a router"
     return MixtureOfExperts(
-        router=own.pop("router"),
-        expert_gate_up=matrices("expert_gate_up"),
-        expert_down=matrices("expert_down"),
-        activation=activation,
+        router=router,
+        expert_gate_up=own.experts("expert_gate_up", ffn.count),
+        expert_down=own.experts("expert_down", ffn.count),
+        activation=gated_activation(ffn.activation),
         options=ffn,
-        router_bias=own.pop("router_bias", None),
-        expert_gate_up_bias=biases("expert_gate_up_bias"),
-        expert_down_bias=biases("expert_down_bias"),
-        shared_gate=own.pop("shared_gate", None),
-        shared=shared,
+        router_bias=own.tensor("router_bias"),
+        expert_gate_up_bias=own.expert_biases("expert_gate_up_bias", ffn.count),
+        expert_down_bias=own.expert_biases("expert_down_bias", ffn.count),
+        shared_gate=own.tensor("shared_gate"),
+        shared=_mlp(ffn, own, "shared_") if ffn.shared_size else None,
     )

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.model.layers import RopeSpec, Rotation
+from paceline.model.norm import in_dtype_of
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int, num_positions: int = 0) -> torch.Tensor:
@@ -73,8 +74,13 @@ def rope_table(rotation: Rotation, num_positions: int, device: torch.device) -> 
     return torch.cat((F.pad(cos, rest, value=1.0), F.pad(sin, rest)), dim=-1).to(device)
 
 
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
-    """Rotates x[T, heads, D] by the angles of its rows, cos_sin[T, 1, D] of the table."""
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    real, imaginary = x.float().chunk(2, dim=-1)
-    return torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1).to(x.dtype)
+def rotation_at(table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[T, 1, D] each, to broadcast over heads: what `rotate` multiplies rows at these positions with."""
+    cos, sin = table[positions].unsqueeze(1).chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates the heads of x[T, heads, D]: x * cosines + (x with its halves swapped) * sines, in float32."""
+    cos, sin = rotation
+    return in_dtype_of(x, (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin))

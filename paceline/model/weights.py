@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from paceline.model.decoder import Decoder
 from paceline.model.files import ModelFiles, open_files
 from paceline.model.layout import WHOLE_MODEL, Shard, StoredPart, StoredTensor, is_matrix, stored_parts, target_shapes
+from paceline.model.linear import Matrix, PackedWeight
 from paceline.model.quantized import PackedTensor, QuantizedTensor, concatenate, quantize
 from paceline.model.rank_group import RankGroup, StageLink, shard_of
 from paceline.model.spec import DTYPES, ModelError, ModelSpec
@@ -26,7 +26,7 @@ from paceline.model.stored_kv_scales import read_kv_scales
 from paceline.model.weights_plan import Origin, WeightsPlan
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in total
-Keep = Callable[[PackedTensor], Any]  # a packed matrix as the executor keeps it
+Keep = Callable[[PackedTensor], PackedWeight]  # a packed matrix as the executor keeps it
 
 
 def load_decoder(
@@ -76,7 +76,7 @@ def fuse_weights(
     shard: Shard = WHOLE_MODEL,
     only_vectors: bool = False,
     keep: Mapping[str, Keep],
-) -> dict[str, Tensor]:
+) -> dict[str, Matrix]:
     """Copies the stored parameters of one rank into the fused tensors of the decoder. only_vectors: norms and biases,
     no matrices. keep: as in `load_decoder`."""
     spec, stored = files.spec, files.stored
@@ -86,6 +86,7 @@ def fuse_weights(
         parts = {name: part for name, part in parts.items() if part.target in shapes}
     torch_dtype = _torch_dtype(dtype or spec.dtype)
     kept: dict[str, list[PackedTensor]] = {name: [] for name in keep}
+    found: dict[str, PackedWeight] = {}
     weights = {
         name: torch.empty(shape, dtype=torch_dtype, device=device) for name, shape in shapes.items() if name not in kept
     }
@@ -96,7 +97,7 @@ def fuse_weights(
             rows.append(packed.read(part.source, device))
             # Converted with its last part, so that memory never has more than one of them twice.
             if sum(one.num_rows for one in rows) == shapes[part.target][0]:
-                weights[part.target] = keep[part.target](rows[0].join(rows[1:]))
+                found[part.target] = keep[part.target](rows[0].join(rows[1:]))
                 rows.clear()
         else:
             values = stored[name].read(part.source)
@@ -106,7 +107,7 @@ def fuse_weights(
         done += stored[name].num_bytes
         if progress:
             progress(done, total)
-    return weights
+    return {**weights, **found}
 
 
 class QuantizedWeights:
@@ -119,7 +120,8 @@ class QuantizedWeights:
         self._parts: dict[str, list[str]] = {}  # of every matrix, in the order of its rows
         for name, part in stored_parts(files.spec).items():
             self._parts.setdefault(part.target, []).append(name)
-        self.vectors = fuse_weights(files, dtype="float32", device="cpu", progress=None, only_vectors=True, keep={})
+        fused = fuse_weights(files, dtype="float32", device="cpu", progress=None, only_vectors=True, keep={})
+        self.vectors = {name: one for name, one in fused.items() if isinstance(one, Tensor)}
 
     def matrix(self, name: str) -> QuantizedTensor:
         plan = self._plan[name]

@@ -9,42 +9,48 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch.distributed
 from torch import Tensor
 
 from paceline.model.layout import Shard
 
-dist: Any = torch.distributed  # much of it is untyped
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore, Work
+
+dist: ModuleType = torch.distributed  # much of it is untyped
 _TIMEOUT = timedelta(minutes=30)  # of a collective: ranks that die are noticed otherwise, and much earlier
 _HOST = "127.0.0.1"
 
 
-def listen() -> tuple[Any, int]:
+def listen() -> tuple[TCPStore, int]:
     """The store by which the ranks of a new group find each other, and the port of it."""
     listener = socket.create_server((_HOST, 0))
     port = listener.getsockname()[1]
     # The store takes the descriptor over.
-    store = dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    store: TCPStore = dist.TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
     return store, port
 
 
-def connect(port: int) -> Any:
+def connect(port: int) -> TCPStore:
     """The store of a group, for ranks other than 0."""
-    return dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
+    store: TCPStore = dist.TCPStore(_HOST, port, is_master=False, wait_for_workers=False)
+    return store
 
 
 class TorchGroup:
     """One rank of a group of processes. `backend`: gloo or nccl. With gloo, tensors of a GPU are copied to the host and
     back: slow, and no CUDA graph can contain it; for tests with several ranks on one GPU."""
 
-    def __init__(self, shard: Shard, store: Any, backend: str) -> None:
+    def __init__(self, shard: Shard, store: TCPStore, backend: str) -> None:
         self.shard = shard
         self.store = store
         self.is_capturable = backend == "nccl"  # into CUDA graphs
         prefix = dist.PrefixStore(backend, store)
-        self._group: Any
         if backend == "gloo":
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=_HOST)]
@@ -65,7 +71,7 @@ class TorchGroup:
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
-    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+    def _reduce(self, tensor: Tensor, operation: object) -> Tensor:
         options = dist.AllreduceOptions()
         options.reduceOp = operation
         if self.is_capturable:
@@ -86,9 +92,10 @@ class TorchGroup:
         self._group.allgather([list(found.unbind(0))], [source.contiguous()]).wait()
         return found.to(tensor.device)
 
-    def send(self, tensor: Tensor, rank: int) -> Any:
+    def send(self, tensor: Tensor, rank: int) -> Work:
         """Starts to send a tensor, which must not change until `wait` of what is returned has returned."""
-        return self._group.send([tensor], rank, 0)
+        work: Work = self._group.send([tensor], rank, 0)
+        return work
 
     def receive(self, tensor: Tensor, rank: int) -> None:
         """Fills `tensor` with what `rank` sends. Several threads may receive, from different ranks."""

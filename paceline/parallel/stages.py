@@ -10,12 +10,16 @@ take another way where there is one (`device_ranks`); everything else is host me
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.model.layout import Shard
+
+
+class Sending(Protocol):
+    def wait(self) -> object: ...
 
 
 class PointToPoint(Protocol):
@@ -24,7 +28,7 @@ class PointToPoint(Protocol):
     @property
     def shard(self) -> Shard: ...
 
-    def send(self, tensor: Tensor, rank: int) -> Any: ...
+    def send(self, tensor: Tensor, rank: int) -> Sending: ...
 
     def receive(self, tensor: Tensor, rank: int) -> None: ...
 
@@ -40,7 +44,7 @@ class StagePipe:
         self._ranks = ranks
         self.before, self.behind, self._last = rank - 1, rank + 1, size - 1
         self._began = 0.0
-        self._sent: list[Any] = []  # of the pass before
+        self._sent: list[Sending] = []  # of the pass before
 
     def begin(self) -> None:
         self._began = time.perf_counter()

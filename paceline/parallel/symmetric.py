@@ -9,7 +9,8 @@ sent in parts: so several ranks can share one GPU, which NCCL refuses. That is f
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.distributed._symmetric_memory
@@ -31,15 +32,15 @@ class SymmetricGroup:
         self.shard, self._base = base.shard, base
         self._size = _SMALL_BYTES if base.is_capturable else _PART_BYTES
         store = dist.PrefixStore("symmetric", base.store)
-        self._name: Any = f"paceline-{base.store.port}"  # unique in this process, and the same on all ranks
+        self._name = f"paceline-{base.store.port}"  # unique in this process, and the same on all ranks
         # torch finds the ranks by the name of a group; it needs its store only, so the group has no backend.
-        self._group: Any = dist.ProcessGroup(store, self.shard.rank, self.shard.size)
-        register: Any = _register_process_group
+        self._group = dist.ProcessGroup(store, self.shard.rank, self.shard.size)
+        register: Callable[..., None] = _register_process_group
         register(self._name, self._group)
-        symmetric_memory: Any = torch.distributed._symmetric_memory
+        symmetric_memory: ModuleType = torch.distributed._symmetric_memory
         self._bytes: Tensor = symmetric_memory.empty(self._size, dtype=torch.uint8, device=device)
-        self._handle: Any = symmetric_memory.rendezvous(self._bytes, self._name)
-        self._operations: Any = torch.ops.symm_mem
+        self._handle = symmetric_memory.rendezvous(self._bytes, self._name)
+        self._operations = torch.ops.symm_mem
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if tensor.dtype not in (torch.float32, torch.bfloat16):  # torch has no kernel

@@ -17,7 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,6 +41,8 @@ from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLTokenizer
+
     from paceline.sampling.grammar_trials import GrammarTrials
 
 _MAX_COMPILED = 512  # cached grammars
@@ -81,8 +84,8 @@ class Grammars:
         self._turns = Turns(self._run, _NUM_COMPILERS, "paceline-grammar")
         self._trials: GrammarTrials | None = None
         self._setup_lock = threading.Lock()
-        self._ll_tokenizer: Any = None
-        self._executor: Any = None
+        self._ll_tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor  # from `set_up` on
         self._eos_mask = np.zeros(-(-vocab_size // 32), np.int32)  # allows EOS only
         # Used by the engine's thread only:
         self._matchers: dict[TrackedRequest, GrammarMatcher] = {}
@@ -176,6 +179,7 @@ class Grammars:
                 source = llguidance_source(llguidance, text)
             else:
                 source = self._trials.run(text, began)
+            assert self._ll_tokenizer is not None, "set_up has created it"
             return compiled(llguidance, self._ll_tokenizer, source, text.kind)
         except InvalidRequest:
             raise
@@ -192,7 +196,7 @@ class Grammars:
             self._tokenizer.to_json(), self._vocab_size, sorted(self._tokenizer.eos_ids), list(_SLICES)
         )
 
-    def set_up(self) -> Any:
+    def set_up(self) -> ModuleType:
         """Loads llguidance and its tokenizer. For a large vocabulary this takes a second the first time, in which
         llguidance holds the GIL: a server calls it before it accepts requests."""
         llguidance = _llguidance()
@@ -304,7 +308,7 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _llguidance() -> Any:
+def _llguidance() -> ModuleType:
     try:
         import llguidance
     except ImportError:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from paceline.request import Grammar, InvalidRequest
 from paceline.sampling.matcher import CompiledGrammar
 from paceline.text.json_schema import with_options
 from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_REPEATS = 20_000  # counted repetitions of a pattern, nested ones multiplied: they need memory
 # Optional properties: llguidance's time for them and for their masks is quadratic. A row of its parser has four items
@@ -64,10 +68,11 @@ class TokenizerArguments:
     eos_token: list[int]
     slices: list[str]
 
-    def create(self, llguidance: Any) -> Any:
-        return llguidance.LLTokenizer(
+    def create(self, llguidance: ModuleType) -> LLTokenizer:
+        tokenizer: LLTokenizer = llguidance.LLTokenizer(
             self.tokenizer, n_vocab=self.n_vocab, eos_token=self.eos_token, slices=self.slices
         )
+        return tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class GrammarText:
         return cls(grammar.kind, grammar.source, (literal(opening), literal(closing)), literal(grammar.prefix))
 
 
-def llguidance_source(llguidance: Any, grammar: GrammarText) -> str:
+def llguidance_source(llguidance: ModuleType, grammar: GrammarText) -> str:
     """The grammar in llguidance's notation. Raises InvalidRequest for what llguidance would take too long for."""
     source = _body(llguidance.LLMatcher, grammar)
     if grammar.reasoning is not None:
@@ -105,7 +110,7 @@ def llguidance_source(llguidance: Any, grammar: GrammarText) -> str:
     return source
 
 
-def compiled(llguidance: Any, ll_tokenizer: Any, source: str, kind: str) -> CompiledGrammar:
+def compiled(llguidance: ModuleType, ll_tokenizer: LLTokenizer, source: str, kind: str) -> CompiledGrammar:
     """The grammar with this source, compiled within the limits."""
     limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
     matcher = llguidance.LLMatcher(ll_tokenizer, source, log_level=0, limits=limits)
@@ -119,7 +124,7 @@ def compiled(llguidance: Any, ll_tokenizer: Any, source: str, kind: str) -> Comp
     return CompiledGrammar(matcher, first_mask)
 
 
-def mask(state: Any, kind: str) -> npt.NDArray[np.int32]:
+def mask(state: LLMatcher, kind: str) -> npt.NDArray[np.int32]:
     """The mask of the next token. Raises InvalidRequest if the grammar exceeds a limit there."""
     bits = b"" if state.is_error() else state.compute_bitmask()
     if state.is_error():
@@ -127,7 +132,7 @@ def mask(state: Any, kind: str) -> npt.NDArray[np.int32]:
     return np.frombuffer(bits, np.int32)
 
 
-def next_token(state: Any, allowed: npt.NDArray[np.int32]) -> int | None:
+def next_token(state: LLMatcher, allowed: npt.NDArray[np.int32]) -> int | None:
     """A token that may follow: the only one, or else the first that is allowed. None where the grammar ends."""
     forced: list[int] = [] if state.is_stopped() else state.compute_ff_tokens()
     if forced:
@@ -141,7 +146,7 @@ def cannot_be_compiled(error: BaseException) -> InvalidRequest:
     return InvalidRequest(f"grammar cannot be compiled ({type(error).__name__}: {error}): change it.")
 
 
-def _body(matcher: Any, grammar: GrammarText) -> str:
+def _body(matcher: type[LLMatcher], grammar: GrammarText) -> str:
     found: str
     if grammar.kind == "json_object":
         found = matcher.grammar_from_json_schema(with_options({"type": "object"}))
@@ -183,7 +188,7 @@ def _after_reasoning(source: str, grammar: GrammarText) -> str:
     return json.dumps({"grammars": [{"lark_grammar": whole}, {**body, "name": "body"}]})
 
 
-def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+def _nodes(schema: object) -> Iterator[dict[str, object]]:
     """All objects in a JSON document."""
     todo = [schema]
     while todo:
@@ -193,7 +198,7 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
             yield value
 
 
-def _schemas(grammar: GrammarText) -> Iterator[Any]:
+def _schemas(grammar: GrammarText) -> Iterator[object]:
     """The JSON schemas in a grammar."""
     if grammar.kind == "json_schema":
         yield json.loads(grammar.source)
@@ -230,8 +235,10 @@ def _patterns(grammar: GrammarText) -> Iterator[str]:
     elif grammar.kind == "lark":
         yield from re.findall(r"/((?:\\.|[^/\\\n])+)/", grammar.source)
     for node in chain.from_iterable(map(_nodes, _schemas(grammar))):
-        yield from [node["pattern"]] if isinstance(node.get("pattern"), str) else ()
-        yield from node["patternProperties"] if isinstance(node.get("patternProperties"), dict) else ()
+        if isinstance(pattern := node.get("pattern"), str):
+            yield pattern
+        if isinstance(patterns := node.get("patternProperties"), dict):
+            yield from patterns
 
 
 def num_repeats(pattern: str) -> int:
@@ -253,7 +260,7 @@ def num_repeats(pattern: str) -> int:
     return max(most)
 
 
-def one_line_error(matcher: Any) -> str:
+def one_line_error(matcher: LLMatcher) -> str:
     text = " ".join(matcher.get_error().split())
     if found := _ROW.search(text):
         return (

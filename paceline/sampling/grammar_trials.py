@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -38,6 +38,9 @@ from paceline.sampling.grammar_source import (
     next_token,
 )
 from paceline.sampling.matcher import CompiledGrammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_CPU_S = 1.0  # of the trial; on a busy machine it takes longer
 MAX_MEMORY = 1 << 30  # bytes, beyond the tokenizer's
@@ -192,7 +195,7 @@ def main() -> None:
         os.close(fds[0])
 
 
-def _try(tokenizer: object, connection: socket.socket) -> None:
+def _try(tokenizer: LLTokenizer, connection: socket.socket) -> None:
     """In a child: compiles one grammar and ends the process."""
     import llguidance
 
@@ -241,7 +244,7 @@ def _check_masks(grammar: CompiledGrammar, kind: str) -> None:
         state.consume_token(token)
 
 
-def _mask_s(state: Any, kind: str) -> float:
+def _mask_s(state: LLMatcher, kind: str) -> float:
     began = time.thread_time()
     mask(state, kind)
     return time.thread_time() - began

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,15 @@ import numpy.typing as npt
 from paceline.sampling.types import Bits
 from paceline.scheduler.tracked_request import TrackedRequest
 
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
     """A grammar that requests share."""
 
-    matcher: Any  # llguidance's, in its initial state
+    matcher: LLMatcher  # llguidance's, in its initial state
     # The mask of a first token. llguidance keeps none: with many optional properties each request would pay again.
     first_mask: npt.NDArray[np.int32]
 
@@ -34,11 +37,11 @@ class GrammarMatcher:
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self.compiled = compiled
-        self.state: Any = compiled.matcher.deep_copy()
+        self.state = compiled.matcher.deep_copy()
         self.is_initial = True  # no token has followed
         self.exceeds_limit = False  # the cost limit, behind some drafts of the pass in flight
 
-    def after(self, output: Sequence[int]) -> Any:
+    def after(self, output: Sequence[int]) -> LLMatcher:
         """A new state, after these tokens."""
         state = self.compiled.matcher.deep_copy()
         state.consume_tokens(list(output))
@@ -52,7 +55,7 @@ class MaskRow(NamedTuple):
     drafts: Sequence[int]
 
 
-def fill_masks(executor: Any, rows: Sequence[MaskRow], bits: Bits) -> None:
+def fill_masks(executor: LLExecutor, rows: Sequence[MaskRow], bits: Bits) -> None:
     """Computes the masks of rows without drafts, on any thread. The GIL is released meanwhile."""
     matchers = []
     for row in rows:
@@ -68,7 +71,7 @@ def fill_masks(executor: Any, rows: Sequence[MaskRow], bits: Bits) -> None:
 
 
 def fill_draft_masks(
-    executor: Any, rows: Sequence[MaskRow], bits: Bits, eos_ids: Set[int], eos_mask: npt.NDArray[np.int32]
+    executor: LLExecutor, rows: Sequence[MaskRow], bits: Bits, eos_ids: Set[int], eos_mask: npt.NDArray[np.int32]
 ) -> None:
     """As `fill_masks`, for rows with drafts. `eos_mask` allows `eos_ids` only."""
     for row in rows:
@@ -97,7 +100,9 @@ def _fill_one_by_one(row: MaskRow, masks: Bits) -> None:
     row.matcher.state, row.matcher.exceeds_limit = row.matcher.after(row.request.output), True
 
 
-def consume(executor: Any, tokens: dict[TrackedRequest, tuple[GrammarMatcher, list[int]]]) -> list[TrackedRequest]:
+def consume(
+    executor: LLExecutor, tokens: dict[TrackedRequest, tuple[GrammarMatcher, list[int]]]
+) -> list[TrackedRequest]:
     """Advances matchers by the tokens that their requests got in one pass. Returns requests whose grammar failed."""
     failed: list[TrackedRequest] = []
     turn = 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 from paceline.scheduler.tracked_request import TrackedRequest
 
+# A tenant, a salt and adapter, or the first page of a key; None: the root.
+NodeName = str | tuple[str, str] | bytes | None
 _GHOST_RANK = 1 << 40  # a ghost ranks behind every resident sibling, however many requests wait below it
 
 
@@ -51,7 +53,7 @@ class Node:
         "waiters",
     )
 
-    def __init__(self, parent: Node | None, name: Any, key: bytes, depth: int, seq: int) -> None:
+    def __init__(self, parent: Node | None, name: NodeName, key: bytes, depth: int, seq: int) -> None:
         self.parent = parent
         self.name = name  # its key in parent.children: the first page of `key`, or the namespace
         self.key = key
@@ -62,7 +64,7 @@ class Node:
         self.host_pages: Pages = NO_PAGES  # pages in host memory with a copy of its KV: none, or one per page
         self.hashes: PageHashes | None = None  # made by a listener to KV events
         self.swap_step = 0  # the last step that spilled or fetched its KV
-        self.children: dict[Any, Node] = {}
+        self.children: dict[NodeName, Node] = {}
         self.resident = False
         self.computed_step = 0  # the step that computes it; in flight while that step is being planned
         # Number of the request that computed it, until a token was sampled from it: it contains no NaN. Then 0.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ import numpy.typing as npt
 from paceline.request import Namespace
 from paceline.scheduler.eviction import EvictableLeaves
 from paceline.scheduler.kv_events import KvListener, Medium
-from paceline.scheduler.node import Node
+from paceline.scheduler.node import Node, NodeName
 from paceline.scheduler.page_pool import NO_PAGES, Pages
 from paceline.scheduler.tracked_request import TrackedRequest
 
@@ -425,7 +425,7 @@ class PrefixTree:
 
     # ------------------------------------------------------------------ structure
 
-    def _new(self, parent: Node | None, name: Any, key: bytes, depth: int) -> Node:
+    def _new(self, parent: Node | None, name: NodeName, key: bytes, depth: int) -> Node:
         self._num_nodes += 1
         self._ticks += 1
         node = Node(parent, name, key, depth, self._ticks)

@@ -121,7 +121,7 @@ def _first_waiting(
     return order, found[:max_requests]
 
 
-def _waiting(scheduler: Scheduler, request: TrackedRequest, place: int, now: float) -> dict[str, Any]:
+def _waiting(scheduler: Scheduler, request: TrackedRequest, place: int, now: float) -> dict[str, object]:
     tree, host = scheduler.memory.tree, scheduler.memory.host
     node = tree.waiting_nodes[request]
     hit = tree.hit(node, scheduler.step)
@@ -156,7 +156,7 @@ def _reasons(scheduler: Scheduler, waiting: list[TrackedRequest]) -> list[tuple[
     return sorted(found, key=lambda reason: (-reason[1], reason[0]))
 
 
-def _running(scheduler: Scheduler, request: TrackedRequest, shared: dict[Node, int], now: float) -> dict[str, Any]:
+def _running(scheduler: Scheduler, request: TrackedRequest, shared: dict[Node, int], now: float) -> dict[str, object]:
     assert request.slot is not None, f"request {request.id} is not running"
     slots = scheduler.memory.slots
     # Each token counts once: prompt = cached + fetched + computed + left. `slots.computed` counts cached and output
@@ -259,13 +259,13 @@ def _page_map(scheduler: Scheduler, users: Users, running: list[TrackedRequest])
     return base64.b64encode(codes.tobytes()).decode()
 
 
-def _tree(root: Node, users: Users, shared: dict[Node, int], max_nodes: int) -> dict[str, Any]:
+def _tree(root: Node, users: Users, shared: dict[Node, int], max_nodes: int) -> dict[str, object]:
     """The top of the tree, breadth first: nodes as [parent, tokens, state, running, waiting, shared prefix].
 
     Parents come before their children. `state` is locked, pinned, cached, host or ghost; `shared prefix` is the number
     of the shared prefix that ends here, if one does. The most used children of a node come first.
     """
-    nodes: list[list[Any]] = []
+    nodes: list[list[object]] = []
     level: list[tuple[Node, int | None]] = [(root, None)]
     left_out = 0
     while level:
@@ -297,7 +297,7 @@ def _node_state(node: Node, num_users: int) -> str:
 
 def _tenants(
     scheduler: Scheduler, waiting: list[TrackedRequest], running: list[TrackedRequest]
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     waits, runs = Counter(one.tenant for one in waiting), Counter(one.tenant for one in running)
     service = {name: tenant.service for name, tenant in fair_tenants(scheduler.policy).items()}
     names = sorted({*waits, *runs, *service}, key=lambda name: (-service.get(name, 0.0), name))
@@ -314,8 +314,8 @@ def _tenants(
     ]
 
 
-def _counters(scheduler: Scheduler) -> dict[str, Any]:
+def _counters(scheduler: Scheduler) -> dict[str, object]:
     counters = scheduler.counters
-    found: dict[str, Any] = {name: getattr(counters, name) for name in _COUNTERS}
+    found: dict[str, object] = {name: getattr(counters, name) for name in _COUNTERS}
     found["finished"] = {reason.value: count for reason, count in counters.finished.items() if count}
     return found

@@ -74,7 +74,7 @@ class BodyWorkers:
         self._long.start()
 
     async def run(
-        self, function: Callable[..., T], body: bytes | bytearray, *args: Any, tenant: str | None = None
+        self, function: Callable[..., T], body: bytes | bytearray, *args: object, tenant: str | None = None
     ) -> T:
         """Returns `function(body, *args)`. Function, arguments and result must be picklable; the tokenizer is passed
         by name. `tenant` is whose body it is; None: the admin's, or that of a server without tenants. A body whose
@@ -108,7 +108,7 @@ class BodyWorkers:
         finally:
             self._num_bytes[tenant] -= num_bytes
 
-    async def run_in_thread(self, function: Callable[..., T], *args: Any, tenant: str | None = None) -> T:
+    async def run_in_thread(self, function: Callable[..., T], *args: object, tenant: str | None = None) -> T:
         """Returns `function(*args)`; for Python code that may take long."""
         return await asyncio.wrap_future(self._threads.submit(tenant, partial(function, *args)))
 
@@ -136,7 +136,9 @@ class BodyWorkers:
             self._processes.append(process)
         return process
 
-    def _run_in_process(self, function: Callable[..., Any], body: bytes | bytearray, args: tuple[Any, ...]) -> Any:
+    def _run_in_process(
+        self, function: Callable[..., object], body: bytes | bytearray, args: tuple[object, ...]
+    ) -> object:
         process = self._running_process()
         assert process.stdin is not None and process.stdout is not None, "both are pipes"
         try:

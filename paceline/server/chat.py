@@ -10,7 +10,6 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -75,7 +74,7 @@ class ChatBuilder(ResponseBuilder):
         messages = check_messages(request.messages, context)
         rendered = render_chat(messages, context, tools=tools.shown, **reasoning.variables)
         prompt = rendered.text
-        overrides: dict[str, Any] = {"logprobs": _num_logprobs(request)}
+        overrides: dict[str, object] = {"logprobs": _num_logprobs(request)}
         grammar = request.grammar()
         if tools.grammar is not None:
             # `response_format` is for the text of a message, and a forced call has none.
@@ -161,7 +160,7 @@ class ChatBuilder(ResponseBuilder):
         return msgspec.structs.replace(usage, completion_tokens_details=details)
 
 
-def arguments_of(call: FunctionCall) -> dict[str, Any]:
+def arguments_of(call: FunctionCall) -> dict[str, object]:
     """The arguments as an object. Text that is not one, such as that of a call cut off by max_tokens, is kept."""
     try:
         value = json.loads(call.arguments)

@@ -18,11 +18,12 @@ from collections.abc import Callable
 from email.utils import formatdate
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import cast
 
 import h11
 import uvicorn
 from h11._receivebuffer import ReceiveBuffer
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
@@ -66,10 +67,10 @@ class _UvicornState(ServerState):
         for connection in list(self.idle)[:count]:
             connection.close_idle()
 
-    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """asyncio accepts no connection for a second when no file descriptor is left, and reports it for each try."""
         error = context.get("exception")
-        if not (isinstance(error, OSError) and error.errno in _NO_FILES and "accept" in context["message"]):
+        if not (isinstance(error, OSError) and error.errno in _NO_FILES and "accept" in str(context["message"])):
             loop.default_exception_handler(context)
             return
         self.close_idle(_ACCEPTED)
@@ -164,7 +165,7 @@ class _Parser(h11.Connection):
         """Why the request was refused; None if h11 knows better."""
         return self._receive_buffer.error
 
-    def next_event(self) -> Any:
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         event = super().next_event()
         if isinstance(event, h11.Data):
             self._num_chunks += event.chunk_end  # not its start: the bytes of a whole chunk are counted by then
@@ -192,7 +193,12 @@ class _Parser(h11.Connection):
 
 class Connection(H11Protocol):
     def __init__(
-        self, config: uvicorn.Config, state: _UvicornState, limits: ServerConfig, counters: ServerCounters, loop: Any
+        self,
+        config: uvicorn.Config,
+        state: _UvicornState,
+        limits: ServerConfig,
+        counters: ServerCounters,
+        loop: asyncio.AbstractEventLoop | None,
     ) -> None:
         super().__init__(config, state, {"connection": self}, loop)
         self.conn: _Parser = _Parser(limits)
@@ -201,8 +207,8 @@ class Connection(H11Protocol):
         self._is_chunked = False  # the body of the last request
         self._refused = False  # further data is not read
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
         self._limit_reads(is_chunked_body=False)
         self._counters.connections += 1
         num_extra = len(self.connections) - self._limits.max_connections
@@ -216,7 +222,7 @@ class Connection(H11Protocol):
         self._state.idle[self] = None
         self._start_header_timer()
 
-    async def _serve_probe(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _serve_probe(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What orchestrators ask is answered also when all connections have requests: they would end the server."""
         if scope["path"] in _PROBES:
             await self.config.loaded_app(scope, receive, send)
@@ -366,7 +372,7 @@ def is_loopback(listening_socket: socket.socket) -> bool:
 
 
 async def listen(
-    app: Callable[..., Any], config: ServerConfig, listening_socket: socket.socket, counters: ServerCounters
+    app: Callable[..., object], config: ServerConfig, listening_socket: socket.socket, counters: ServerCounters
 ) -> asyncio.base_events.Server:
     """Starts accepting connections."""
     settings = uvicorn.Config(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -40,7 +39,7 @@ class EmbeddingBuilder(ResponseBuilder):
         ]
 
 
-def encode_input(given: Any, context: RequestContext) -> list[list[int]]:
+def encode_input(given: object, context: RequestContext) -> list[list[int]]:
     """The token ids of the field `input`: one or several texts or lists of token ids."""
     prompts = split_prompts(given, "input")
     check_num_prompts(len(prompts), 1, context.config.max_prompts, "input")

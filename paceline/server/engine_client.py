@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from paceline.engine.job import Job
 from paceline.engine.output import EngineFailed, OutputDelta
-from paceline.server.queries import EngineQuery
+from paceline.server.queries import Query
+
+T = TypeVar("T")
 
 OnAborted = Callable[[int, OutputDelta], None]
 ABORT_TIMEOUT_S = 1.0
@@ -78,8 +80,7 @@ class EngineClient(Protocol):
         Leaving the iteration early, for any reason, aborts the jobs that have not finished. `on_aborted` is called with
         what else they have produced, before the iteration is left; `ABORT_TIMEOUT_S` limits the wait for it."""
 
-    async def query(self, query: EngineQuery) -> Any:
-        """Returns a value of the type in `QUERY_RESULTS`."""
+    async def query(self, query: Query[T]) -> T: ...
 
     async def close(self) -> None:
         """Aborts running requests and closes the engine."""

@@ -29,7 +29,7 @@ def num_ranks(options: Mapping[str, Any]) -> int:
 
 def choose_device(
     options: Mapping[str, Any], replica: int, num_replicas: int, environment: MutableMapping[str, str] = os.environ
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The options of an engine that is one of several. Sets its GPUs in the environment: torch must not be imported
     yet. On a CPU the threads and the memory for KV are divided."""
     gpus, size = visible_gpus(environment), num_ranks(options)
@@ -46,7 +46,7 @@ def choose_device(
         environment[_VISIBLE] = ",".join(gpus[replica * size : (replica + 1) * size])
         return dict(options)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    shares: dict[str, Any] = {"threads": max(1, cores // (num_replicas * size))}
+    shares: dict[str, object] = {"threads": max(1, cores // (num_replicas * size))}
     if not {"kv_memory_fraction", "kv_tokens", "num_pages"} & options.keys():
         shares["kv_memory_fraction"] = CPU_KV_FRACTION / num_replicas
     return {**shares, **options}

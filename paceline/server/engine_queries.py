@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.engine.adapter_loading import load_adapter, unload_adapter
 from paceline.engine.cache_flush import flush_when_idle
@@ -28,7 +28,6 @@ from paceline.server.queries import (
     LONG_QUERIES,
     AbortRequests,
     DeleteResponse,
-    EngineQuery,
     EngineStats,
     FlushCache,
     FlushWhenIdle,
@@ -45,6 +44,7 @@ from paceline.server.queries import (
     PauseEngine,
     PinPrefix,
     PinState,
+    Query,
     RecordTrace,
     RequestState,
     ResumeEngine,
@@ -55,6 +55,8 @@ from paceline.server.queries import (
     response_id_of,
 )
 from paceline.server.response_store import ResponseStore
+
+T = TypeVar("T")
 
 
 def served_model(engine: Engine, name: str) -> ServedModel:
@@ -100,7 +102,7 @@ class EngineQueries:
         self._monitor = EngineMonitor(engine.scheduler, engine.clock)
         self._activity, self._active_at = 0.0, -math.inf  # of the executor: its last value, and when it changed
 
-    def execute(self, query: EngineQuery) -> Future[Any]:
+    def execute(self, query: Query[T]) -> Future[T]:
         """Health is returned at once, on the caller's thread: an engine that is stuck must still report it. So are
         stored responses, which the engine does not know."""
         result: Future[Any] = Future()
@@ -122,7 +124,7 @@ class EngineQueries:
             return self._engine.call(self._function(query))
         return result
 
-    def _run_long(self, query: EngineQuery, result: Future[Any]) -> None:
+    def _run_long(self, query: Query[object], result: Future[Any]) -> None:
         """On a thread of its own: these block."""
         if not result.set_running_or_notify_cancel():  # from here on it cannot be cancelled
             return
@@ -148,7 +150,7 @@ class EngineQueries:
         except BaseException as error:
             result.set_exception(error)
 
-    def _function(self, query: EngineQuery) -> Callable[[Scheduler], Any]:
+    def _function(self, query: Query[object]) -> Callable[[Scheduler], Any]:
         now = time.monotonic()
         match query:
             case GetStats():

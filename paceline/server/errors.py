@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import msgspec
 
@@ -46,7 +45,7 @@ class ApiError(PacelineError):
         self.param = None if param is None else clip(param, _MAX_SHOWN_NAME)
         self.headers = dict(headers or {})
 
-    def __reduce__(self) -> tuple[Any, ...]:  # Exception's own would lose everything but the message
+    def __reduce__(self) -> tuple[object, ...]:  # Exception's own would lose everything but the message
         make = partial(
             ApiError,
             self.message,

@@ -19,7 +19,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True, eq=False)
 class _TenantCall:
     tenant: str | None
-    function: Callable[[], Any]
+    function: Callable[[], object]
     result: Future[Any]
 
 
@@ -69,7 +69,7 @@ class FairThreads:
         call.result.add_done_callback(partial(self._forget, tenant))
         return call.result
 
-    def _forget(self, tenant: str | None, result: Future[Any]) -> None:
+    def _forget(self, tenant: str | None, result: Future[object]) -> None:
         """Releases a call that was cancelled, and with it a body, at once."""
         if not result.cancelled():
             return

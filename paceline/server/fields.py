@@ -15,6 +15,8 @@ from typing import Any
 
 from paceline.server.errors import ApiError, clip
 
+Json = dict[str, Any]  # a JSON object
+
 _MAX_SHOWN_NAME = 80
 _MAX_EXACT = 2.0**53  # above it a float is no exact integer
 # OpenAI's account keeping: who sent the request, what to store, how to bill.
@@ -23,7 +25,7 @@ IGNORED_FIELDS = frozenset(
 )
 
 # Unsupported field -> values accepted because they change nothing. `null` always is.
-UNSUPPORTED_FIELDS: dict[str, tuple[Any, ...]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
     "prompt_logprobs": (),
     "echo": (False,),
@@ -48,7 +50,7 @@ class FieldRules:
     """What an API does with fields that a request type does not have."""
 
     ignored: Collection[str]
-    unsupported: Mapping[str, tuple[Any, ...]]
+    unsupported: Mapping[str, tuple[object, ...]]
 
 
 OPENAI_FIELDS = FieldRules(IGNORED_FIELDS, UNSUPPORTED_FIELDS)
@@ -61,14 +63,14 @@ _UNSUPPORTED_MESSAGE_FIELDS = ("function_call", "refusal", "audio", "annotations
 
 def select_supported(
     body: Mapping[str, Any], known: Collection[str], rules: FieldRules = OPENAI_FIELDS
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The supported fields of a request. Raises ApiError for the first field that cannot be honoured."""
-    found = {}
+    found: dict[str, object] = {}
     for name, value in body.items():
         if name in known:
             # Some clients write every number as a float.
-            is_integral = isinstance(value, float) and value.is_integer() and abs(value) < _MAX_EXACT
-            found[name] = int(value) if is_integral else value
+            is_float = isinstance(value, float)
+            found[name] = int(value) if is_float and value.is_integer() and abs(value) < _MAX_EXACT else value
         elif name in rules.unsupported:
             if value is not None and not _is_one_of(value, rules.unsupported[name]):
                 raise ApiError(
@@ -85,7 +87,7 @@ def select_supported(
     return found
 
 
-def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def check_messages(messages: list[Json]) -> list[Json]:
     """Messages with the fields that templates use; the template checks their contents."""
     checked = []
     for index, message in enumerate(messages):
@@ -129,7 +131,7 @@ def check_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return checked
 
 
-def _rename_reasoning(path: str, message: dict[str, Any]) -> None:
+def _rename_reasoning(path: str, message: Json) -> None:
     """Reasoning that a client sends back, under the name that templates use. The template decides what becomes of it:
     most drop it from all turns but the last."""
     given = {name: value for name in _REASONING_FIELDS if (value := message.pop(name, None))}
@@ -143,7 +145,7 @@ def _rename_reasoning(path: str, message: dict[str, Any]) -> None:
         message["reasoning_content"] = value
 
 
-def _check_tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
+def _check_tool_calls(path: str, calls: object) -> list[Json]:
     """Tool calls as templates expect them: arguments are an object, not its JSON text."""
     found = []
     for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
@@ -165,12 +167,12 @@ def _check_tool_calls(path: str, calls: Any) -> list[dict[str, Any]]:
     return found
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """`value` for an error message."""
     return clip(repr(value), 60)
 
 
-def _is_one_of(value: Any, choices: tuple[Any, ...]) -> bool:
+def _is_one_of(value: object, choices: tuple[object, ...]) -> bool:
     # True equals 1 in Python, and `logprobs: 0` does not mean `logprobs: false`.
     return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)
 

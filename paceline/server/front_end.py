@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-from typing import Any
 
 from paceline.logs import set_up_logs
 from paceline.request import PacelineError
@@ -80,7 +79,7 @@ class _FrontEnd:
 
     async def serve(self) -> None:
         server = await listen(self._app, self._setup.config, self._listening_socket, self._counters)
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(self._read_messages())]
+        tasks: list[asyncio.Task[object]] = [asyncio.create_task(self._read_messages())]
         gc.collect()
         gc.freeze()
         gc.disable()  # `_collect_garbage` does it

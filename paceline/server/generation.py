@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
@@ -39,7 +38,7 @@ from paceline.server.prompts import check_cache_salt, too_long
 from paceline.server.request_log import RequestLog
 from paceline.server.request_types import GenerationRequest, ScheduledRequest
 from paceline.server.response import ResponseBuilder, finish_reason_of, total_usage
-from paceline.server.routing import GenerationRoute
+from paceline.server.routing import GenerationRoute, MakeBuilder
 from paceline.server.state import RequestContext, ServerState
 from paceline.text.tokenizer import Tokenizer
 
@@ -231,7 +230,7 @@ class GenerationHandler:
 
 def build_response(
     body: bytes | bytearray,
-    builder: Callable[[RequestContext, Any], ResponseBuilder],
+    builder: MakeBuilder,
     kind: type[msgspec.Struct],
     path: str,
     context: RequestContext,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Coroutine, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette import types
 
 from paceline.config import ServerConfig
 from paceline.server.apis.dialects import Dialect, dialect_of
@@ -19,10 +21,10 @@ if TYPE_CHECKING:
     from paceline.server.connection import Connection
 
 T = TypeVar("T")
-Scope = MutableMapping[str, Any]
-AsgiEvent = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[AsgiEvent]]
-Send = Callable[[AsgiEvent], Awaitable[None]]
+Scope = types.Scope
+AsgiEvent = types.Message
+Receive = types.Receive
+Send = types.Send
 
 _CLOSE = {"Connection": "close"}
 _MAX_DRAIN_BYTES, _MAX_DRAIN_S, _MAX_DRAIN_IDLE_S = 1 << 26, 30.0, 1.0  # of a body that is not used
@@ -154,7 +156,7 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b""})
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[object, object, T]) -> T:
     """Returns what `work` does; if the client disconnects first, cancels it and raises ClientDisconnected.
 
     The body must have been read.

@@ -6,14 +6,16 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, cast
+from typing import TypeVar, cast
 
 from paceline.engine.engine import Engine
 from paceline.engine.job import Job
 from paceline.engine.output import OutputDelta
 from paceline.server.engine_client import ABORT_TIMEOUT_S, EngineState, OnAborted, ServedModel
 from paceline.server.engine_queries import EngineQueries, served_model
-from paceline.server.queries import EngineQuery
+from paceline.server.queries import Query
+
+T = TypeVar("T")
 
 
 class LocalClient:
@@ -56,7 +58,7 @@ class LocalClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # their errors are in the queue
 
-    async def query(self, query: EngineQuery) -> Any:
+    async def query(self, query: Query[T]) -> T:
         return await asyncio.wrap_future(self._queries.execute(query))
 
     async def close(self) -> None:

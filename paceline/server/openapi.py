@@ -7,7 +7,6 @@ document allows and forbids.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
@@ -23,7 +22,7 @@ from paceline.request import (
     MIN_SEED,
 )
 from paceline.server.apis.dialects import DIALECTS, dialect_of
-from paceline.server.fields import OPENAI_FIELDS, ROLES, FieldRules
+from paceline.server.fields import OPENAI_FIELDS, ROLES, FieldRules, Json
 from paceline.server.limits import (
     MAX_CACHE_SALT_CHARACTERS,
     MAX_DEADLINE_MS,
@@ -32,8 +31,6 @@ from paceline.server.limits import (
     MAX_TOKEN_ID,
 )
 from paceline.server.routing import Access, AnyRoute, GenerationRoute, Route
-
-Json = dict[str, Any]
 
 _ID = {"type": "integer", "minimum": 0, "maximum": MAX_TOKEN_ID}
 _TEXT = {"type": "string", "minLength": 1}

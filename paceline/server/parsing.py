@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -47,7 +47,7 @@ def parse(body: bytes | bytearray, kind: type[_Struct], rules: FieldRules = OPEN
     return convert(select_supported(found, kind.__struct_fields__, rules), kind)
 
 
-def convert(value: Any, kind: type[_Struct], path: str = "", *, strict: bool = True) -> _Struct:
+def convert(value: object, kind: type[_Struct], path: str = "", *, strict: bool = True) -> _Struct:
     """`value`, which is at `path` of the request, as a struct. Unless `strict`, strings may stand for numbers."""
     if kind not in _prepared_types:
         _prepare_type(kind)
@@ -89,7 +89,7 @@ def _first_invalid_byte(body: bytes) -> int:
     return 0
 
 
-def convert_tagged(value: dict[str, Any], kinds: Mapping[str, type[_Struct]], path: str) -> _Struct:
+def convert_tagged(value: dict[str, object], kinds: Mapping[str, type[_Struct]], path: str) -> _Struct:
     """The same for a struct that `type` selects. A type that is not in `kinds` is refused by name."""
     tag = value.get("type")
     if not isinstance(tag, str) or tag not in kinds:
@@ -101,7 +101,7 @@ def convert_tagged(value: dict[str, Any], kinds: Mapping[str, type[_Struct]], pa
     return convert({name: item for name, item in value.items() if name != "type"}, kinds[tag], path)
 
 
-def _to_api_error(message: str, value: Any, outer: str) -> ApiError:
+def _to_api_error(message: str, value: object, outer: str) -> ApiError:
     """Rewords msgspec's message: the field, its value, what is expected."""
     known = (_WRONG_TYPE, _OUT_OF_RANGE, _INVALID_ENUM, _MISSING, _UNKNOWN)
     found = next((match for pattern in known if (match := pattern.match(message))), None)
@@ -131,7 +131,7 @@ def _field_of(path: str) -> str:
     return re.split(r"[.\[]", path, maxsplit=1)[0]
 
 
-def _value_at(value: Any, path: str) -> Any:
+def _value_at(value: object, path: str) -> object:
     for name, index in _STEP.findall(path):
         if isinstance(value, dict):
             value = value.get(name)

@@ -221,7 +221,7 @@ class ProtocolError(PacelineError):
 
 
 class LineDecoder(Generic[_Line]):
-    def __init__(self, messages: Any) -> None:
+    def __init__(self, messages: object) -> None:
         self._decoder: msgspec.json.Decoder[_Line] = msgspec.json.Decoder(messages)
 
     def decode(self, line: bytes) -> _Line:

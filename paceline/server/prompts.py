@@ -7,6 +7,7 @@ from typing import Any
 from paceline.request import InvalidRequest
 from paceline.server import fields
 from paceline.server.errors import ApiError
+from paceline.server.fields import Json
 from paceline.server.limits import MAX_CACHE_SALT_CHARACTERS
 from paceline.server.request_types import Prediction
 from paceline.server.state import RequestContext
@@ -16,7 +17,7 @@ from paceline.text.tokenizer import TooManyTokens
 Prompt = str | list[int]
 
 
-def split_prompts(value: Any, field: str) -> list[Prompt]:
+def split_prompts(value: object, field: str) -> list[Prompt]:
     """The prompts in the request field `field`."""
     if isinstance(value, str):
         return [value]
@@ -32,7 +33,7 @@ def split_prompts(value: Any, field: str) -> list[Prompt]:
     )
 
 
-def _is_token_ids(value: Any) -> bool:
+def _is_token_ids(value: object) -> bool:
     # An empty list is a prompt without tokens: `encode_prompts` rejects it as empty, not as a wrong type.
     return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
@@ -74,7 +75,7 @@ def encode_prompt(prompt: Prompt, context: RequestContext, path: str) -> list[in
     return ids
 
 
-def render_chat(messages: list[dict[str, Any]], context: RequestContext, **options: Any) -> RenderedChat:
+def render_chat(messages: list[Json], context: RequestContext, **options: Any) -> RenderedChat:
     """The conversation as the chat template writes it; `options` as in `Tokenizer.render_chat`."""
     allow = context.config.allow_control_tokens
     return context.tokenizer.render_chat(messages, allow_control_tokens=allow, **options)
@@ -110,7 +111,7 @@ def encode_prediction(prediction: Prediction | None, context: RequestContext) ->
     return ids
 
 
-def check_messages(messages: list[dict[str, Any]], context: RequestContext) -> list[dict[str, Any]]:
+def check_messages(messages: list[Json], context: RequestContext) -> list[Json]:
     """The messages as the chat template expects them."""
     if len(messages) > context.model.max_tokens:  # a message has at least one token
         raise too_long("messages", f"at least {len(messages)}", context.model.max_tokens, "messages")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 
 from paceline.engine.output import LoadedAdapter, WeightUpdate
 from paceline.server.limits import MAX_LISTED_REQUESTS
 from paceline.server.metrics import MetricFamily
+
+Result = TypeVar("Result", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +65,19 @@ class PinState:
     expires_in_s: float | None
 
 
-class _Query(msgspec.Struct, frozen=True, tag=True):
+class Query(msgspec.Struct, Generic[Result], frozen=True, tag=True):
+    """What an engine answers with a `Result`."""
+
+
+class GetHealth(Query[Health], frozen=True):
     pass
 
 
-class GetHealth(_Query, frozen=True):
+class GetStats(Query[EngineStats], frozen=True):
     pass
 
 
-class GetStats(_Query, frozen=True):
-    pass
-
-
-class GetRequests(_Query, frozen=True):
+class GetRequests(Query[list[RequestState]], frozen=True):
     """Requests of one tenant, or of all; with an id, those of that response."""
 
     tenant: str | None = None
@@ -83,38 +85,38 @@ class GetRequests(_Query, frozen=True):
     limit: int = MAX_LISTED_REQUESTS
 
 
-class AbortRequests(_Query, frozen=True):
+class AbortRequests(Query[int], frozen=True):
     """Aborts the requests of the response with this id. The result is their number."""
 
     id: str
     tenant: str | None = None
 
 
-class GetMetrics(_Query, frozen=True):
+class GetMetrics(Query[list[MetricFamily]], frozen=True):
     pass
 
 
-class GetMonitor(_Query, frozen=True):
+class GetMonitor(Query[dict[str, Any]], frozen=True):
     """What the live page shows: `EngineMonitor.state()` of one replica."""
 
     replica: int = 0
 
 
-class FlushCache(_Query, frozen=True):
+class FlushCache(Query[int], frozen=True):
     """Evicts every cached prefix that is not in use. The result is the number of tokens freed."""
 
 
-class FlushWhenIdle(_Query, frozen=True):
+class FlushWhenIdle(Query[int], frozen=True):
     """The same once running requests have finished; new ones wait meanwhile."""
 
     timeout_s: float
 
 
-class GetPins(_Query, frozen=True):
+class GetPins(Query[list[PinState]], frozen=True):
     pass
 
 
-class PinPrefix(_Query, frozen=True):
+class PinPrefix(Query[int], frozen=True):
     """Protects a prefix from eviction. The result is the number of tokens pinned."""
 
     name: str
@@ -124,21 +126,21 @@ class PinPrefix(_Query, frozen=True):
     cache_salt: str = ""
 
 
-class UnpinPrefix(_Query, frozen=True):
+class UnpinPrefix(Query[None], frozen=True):
     name: str
 
 
-class PauseEngine(_Query, frozen=True):
+class PauseEngine(Query[None], frozen=True):
     """Stops launching passes; the result comes when none is in flight."""
 
     mode: str = "wait"
 
 
-class ResumeEngine(_Query, frozen=True):
+class ResumeEngine(Query[None], frozen=True):
     pass
 
 
-class UpdateWeights(_Query, frozen=True):
+class UpdateWeights(Query[WeightUpdate], frozen=True):
     """Replaces the weights by those at `path`."""
 
     path: str
@@ -146,11 +148,11 @@ class UpdateWeights(_Query, frozen=True):
     version: str | None = None
 
 
-class GetAdapters(_Query, frozen=True):
+class GetAdapters(Query[list[LoadedAdapter]], frozen=True):
     """The loaded LoRA adapters. Returned at once, whatever the engine is busy with."""
 
 
-class LoadAdapter(_Query, frozen=True):
+class LoadAdapter(Query[LoadedAdapter], frozen=True):
     """Loads the adapter at `path`. replace: an adapter of this name is replaced."""
 
     name: str
@@ -158,17 +160,17 @@ class LoadAdapter(_Query, frozen=True):
     replace: bool = False
 
 
-class UnloadAdapter(_Query, frozen=True):
+class UnloadAdapter(Query[None], frozen=True):
     name: str
 
 
-class RecordTrace(_Query, frozen=True):
+class RecordTrace(Query[bytes], frozen=True):
     """Records for some seconds. The result is a file for Perfetto."""
 
     seconds: float
 
 
-class StoreResponse(_Query, frozen=True):
+class StoreResponse(Query[None], frozen=True):
     """Keeps a response of `/v1/responses`, within these bounds for its tenant."""
 
     tenant: str
@@ -178,14 +180,14 @@ class StoreResponse(_Query, frozen=True):
     max_bytes: int
 
 
-class GetResponse(_Query, frozen=True):
+class GetResponse(Query[bytes | None], frozen=True):
     """A stored response of one tenant, or of any; None if there is none."""
 
     id: str
     tenant: str | None
 
 
-class DeleteResponse(_Query, frozen=True):
+class DeleteResponse(Query[bool], frozen=True):
     """The result is whether there was one."""
 
     id: str
@@ -217,29 +219,8 @@ EngineQuery = (
 )
 # They take as long as they take.
 LONG_QUERIES = (FlushWhenIdle, PauseEngine, UpdateWeights, LoadAdapter, UnloadAdapter, RecordTrace)
-QUERY_RESULTS: dict[type, Any] = {
-    GetHealth: Health,
-    GetStats: EngineStats,
-    GetRequests: list[RequestState],
-    AbortRequests: int,
-    GetMetrics: list[MetricFamily],
-    GetMonitor: dict[str, Any],
-    FlushCache: int,
-    FlushWhenIdle: int,
-    GetPins: list[PinState],
-    PinPrefix: int,
-    UnpinPrefix: None,
-    PauseEngine: None,
-    ResumeEngine: None,
-    UpdateWeights: WeightUpdate,
-    GetAdapters: list[LoadedAdapter],
-    LoadAdapter: LoadedAdapter,
-    UnloadAdapter: None,
-    RecordTrace: bytes,
-    StoreResponse: None,
-    GetResponse: bytes | None,
-    DeleteResponse: bool,
-}
+# By the base class that each declares.
+QUERY_RESULTS = {kind: get_args(vars(kind)["__orig_bases__"][0])[0] for kind in get_args(EngineQuery)}
 
 
 def response_id_of(request_id: str) -> str:

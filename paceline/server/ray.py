@@ -21,6 +21,7 @@ from paceline.config import (
     SchedulerConfig,
     ServerConfig,
     TenantConfig,
+    config_from,
     split_options,
 )
 from paceline.config_file import read_file
@@ -80,7 +81,7 @@ class RaySetup:
         return max(self.config.replicas, self.ray.max_replicas or 0)
 
 
-def read_args(args: Mapping[str, Any], cluster_gpus: float = 0) -> RaySetup:
+def read_args(args: Mapping[str, object], cluster_gpus: float = 0) -> RaySetup:
     """Checks the arguments of `build_app`, whose values may be text, as on a command line."""
     kinds = (ServerConfig, RayConfig, EngineConfig, SchedulerConfig)
     types = {name: hint for kind in kinds for name, hint in typing.get_type_hints(kind).items()}
@@ -95,8 +96,8 @@ def read_args(args: Mapping[str, Any], cluster_gpus: float = 0) -> RaySetup:
             remedy = _NOT_HERE.get(name, "batches need `paceline serve`")
             raise ConfigError(f"{name} is {given[name]!r}, which Ray Serve does not use ({remedy}): remove it.")
     model, load, shape = given.pop("model", None), given.pop("load", "weights"), given.pop("shape", None)
-    config = ServerConfig(**_take(given, ServerConfig))
-    ray = RayConfig(**_take(given, RayConfig))
+    config = config_from(ServerConfig, _take(given, ServerConfig))
+    ray = config_from(RayConfig, _take(given, RayConfig))
     engine_options, _ = split_options(given, (*_MODEL_OPTIONS, *(name for kind in kinds[:2] for name in _names(kind))))
     engine = EngineConfig(**engine_options)
     ApiKeys(tenants, config.admin_key)
@@ -135,7 +136,7 @@ def read_args(args: Mapping[str, Any], cluster_gpus: float = 0) -> RaySetup:
     return RaySetup(config.served_name or name, source, config, ray, tenants, num_gpus)
 
 
-def _convert(name: str, value: Any, hint: Any) -> Any:
+def _convert(name: str, value: object, hint: object) -> Any:
     if not isinstance(value, str) or hint is str:
         return value
     try:
@@ -148,7 +149,7 @@ def _names(kind: type) -> list[str]:
     return [item.name for item in dataclasses.fields(kind)]
 
 
-def _take(options: dict[str, Any], kind: type) -> dict[str, Any]:
+def _take(options: dict[str, object], kind: type) -> dict[str, object]:
     return {name: options.pop(name) for name in _names(kind) if name in options}
 
 
@@ -165,10 +166,10 @@ def engine_setup(setup: RaySetup) -> EngineSetup:
     )
 
 
-def engine_options(setup: RaySetup) -> dict[str, Any]:
+def engine_options(setup: RaySetup) -> dict[str, object]:
     """Options of the engine deployment: its resources, its router, and how it scales."""
     ray, num_gpus = setup.ray, setup.num_gpus
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "max_ongoing_requests": _MAX_ONGOING,
         "logging_config": _LOGS,
         "health_check_period_s": _HEALTH_PERIOD_S,
@@ -192,7 +193,7 @@ def engine_options(setup: RaySetup) -> dict[str, Any]:
     return options | {"autoscaling_config": scaling}
 
 
-def build_app(args: dict[str, Any]) -> Any:
+def build_app(args: dict[str, object]) -> object:
     """The application. `args` has options of `paceline serve` and of `RayConfig`, model, load, shape and config."""
     try:
         import ray

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from paceline.cluster.router import NoReplica, Router
 from paceline.config import ServerConfig, TenantConfig
@@ -25,11 +25,16 @@ from paceline.engine.output import Conflict, EngineFailed
 from paceline.request import FinishReason, PacelineError
 from paceline.server.engine_client import EngineGone, EngineState, ServedModel
 from paceline.server.messages import FinishRequest, MessageToEngine, ReplicaReport
-from paceline.server.queries import EngineQuery, GetMonitor, UpdateWeights
+from paceline.server.queries import Query, UpdateWeights
 from paceline.server.ray_calls import RunJob, ToReplica, decode_start
 from paceline.server.remote_client import MessageClient, OutputQueue
 from paceline.server.replica_client import ReplicaClient, RoutedJob
 from paceline.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+T = TypeVar("T")
 
 log = logging.getLogger("paceline.server")
 _RENEW_S = 10.0
@@ -107,7 +112,7 @@ class RayClient(ReplicaClient):
     def __init__(
         self,
         name: str,
-        handle: Any,
+        handle: DeploymentHandle,
         weights: str,
         config: ServerConfig,
         tenants: Sequence[TenantConfig],
@@ -167,7 +172,7 @@ class RayClient(ReplicaClient):
         await asyncio.gather(*tasks, return_exceptions=True)
         await super().close()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         """In a context of its own: Ray would take its calls for parts of the HTTP request that is being handled."""
         task = self.loop.create_task(work, context=contextvars.Context())
         self._tasks.add(task)
@@ -250,7 +255,7 @@ class RayClient(ReplicaClient):
     def _tell(self, replica_id: str, message: MessageToEngine) -> None:
         self._spawn(self._send("tell", replica_id, message))
 
-    async def _send(self, method: str, replica_id: str, argument: Any) -> None:
+    async def _send(self, method: str, replica_id: str, argument: object) -> None:
         try:
             await getattr(self._handle, method).remote(ToReplica(replica_id), argument)
         except Exception as error:  # the end of its stream says the rest
@@ -326,15 +331,16 @@ class RayClient(ReplicaClient):
 
     # ------------------------------------------------------------------ queries
 
-    async def query(self, query: EngineQuery) -> Any:
-        up = [index for index, slot in enumerate(self._slots) if slot.is_up]
-        if not up:
+    async def query(self, query: Query[T]) -> T:
+        if not any(slot.is_up for slot in self._slots):
             raise EngineFailed(_NO_ENGINE)
         if isinstance(query, UpdateWeights):
             raise Conflict("Engines of Ray Serve load their weights when they start: deploy with another model.")
-        if isinstance(query, GetMonitor):
-            query = GetMonitor(up[min(query.replica, len(up) - 1)])
         return await super().query(query)
+
+    def _monitored(self, number: int) -> MessageClient:
+        up = [slot for slot in self._slots if slot.is_up]
+        return up[min(number, len(up) - 1)]
 
 
 class ReplicaDirectory:

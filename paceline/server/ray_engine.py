@@ -13,7 +13,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import msgspec
 import zmq
@@ -245,7 +244,7 @@ class EngineReplica:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _share(source: ModelSource, num_cpus: float) -> dict[str, Any]:
+def _share(source: ModelSource, num_cpus: float) -> dict[str, object]:
     """On a CPU an engine gets as many cores as Ray has reserved, and memory for KV in proportion."""
     if not num_cpus:
         return {}

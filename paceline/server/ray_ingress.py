@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +17,9 @@ from paceline.server.engine_client import ServedModel
 from paceline.server.ray_client import RayClient
 from paceline.server.state import ServerState
 from paceline.text.load import load_tokenizer
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
 
 
 class IngressSetup(msgspec.Struct, frozen=True):
@@ -54,7 +57,7 @@ def app_of_this_process() -> ASGIApp:
 
 
 class Ingress:
-    async def __init__(self, engines: Any, setup: IngressSetup) -> None:  # type: ignore[misc]
+    async def __init__(self, engines: DeploymentHandle, setup: IngressSetup) -> None:  # type: ignore[misc]
         """`engines`: the handle of the engine deployment."""
         global _app  # noqa: PLW0603
         name = f"ingress-{uuid.uuid4().hex[:12]}"

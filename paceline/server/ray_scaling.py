@@ -6,13 +6,16 @@ The statistics are those of `EngineReplica.record_autoscaling_stats`; Ray applie
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
 
 _ENOUGH = 0.5  # of the slots for running requests may be in use on average after an engine is stopped
 _MAX_GROWTH = 2.0  # in one decision
 
 
-def scale_by_queue_time(context: Any) -> tuple[int, dict[str, Any]]:
+def scale_by_queue_time(context: AutoscalingContext) -> tuple[int, dict[str, object]]:
     """The number of engines, and no state. `context`: Ray's AutoscalingContext."""
     current, metrics = context.current_num_replicas, context.aggregated_metrics or {}
     queue_time = list(metrics.get("queue_time", {}).values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any
 
 from paceline.server.errors import ApiError
 from paceline.server.fields import short
@@ -28,7 +27,7 @@ def template_variables(context: RequestContext) -> frozenset[str]:
 class ReasoningSetup:
     """`markers` is None for a model without reasoning."""
 
-    variables: dict[str, Any]
+    variables: dict[str, object]
     markers: ReasoningMarkers | None
     is_separate: bool
 
@@ -49,11 +48,13 @@ class ReasoningSetup:
         return None if self.markers is None or not self.is_separate else self.markers.before_grammar(prompt)
 
 
-def _effort_variables(request: ChatRequest, known: frozenset[str], markers: ReasoningMarkers | None) -> dict[str, Any]:
+def _effort_variables(
+    request: ChatRequest, known: frozenset[str], markers: ReasoningMarkers | None
+) -> dict[str, object]:
     effort = request.reasoning_effort
     if effort is None:
         return {}
-    found: dict[str, Any] = {name: effort != "none" for name in _SWITCHES if name in known}
+    found: dict[str, object] = {name: effort != "none" for name in _SWITCHES if name in known}
     if _EFFORT in known:
         found[_EFFORT] = effort
     if not found and (effort != "none" or markers is not None):
@@ -67,7 +68,7 @@ def _effort_variables(request: ChatRequest, known: frozenset[str], markers: Reas
 
 def _template_variables(
     request: ChatRequest, known: frozenset[str], markers: ReasoningMarkers | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     found = {}
     for name, value in (request.chat_template_kwargs or {}).items():
         if name in known:

@@ -13,7 +13,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 import zmq
@@ -37,9 +37,11 @@ from paceline.server.messages import (
     decode_to_front_end,
 )
 from paceline.server.process_messages import BEAT_S
-from paceline.server.queries import LONG_QUERIES, QUERY_RESULTS, EngineQuery, Health
+from paceline.server.queries import LONG_QUERIES, QUERY_RESULTS, EngineQuery, Health, Query
 from paceline.text.stop import TextStream
 from paceline.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 _QUERY_TIMEOUT_S = 5.0  # a stuck engine returns no result
 _MAX_SILENT = 6  # checks, `BEAT_S` apart; counted, since this process may have been stopped itself
@@ -117,7 +119,7 @@ class MessageClient:
         self._unavailable_reason = "The engine is loading: retry in a moment."
         self._numbers = itertools.count()
         self._jobs: dict[int, _JobOutput] = {}
-        self._queries: dict[int, tuple[EngineQuery, asyncio.Future[Any]]] = {}
+        self._queries: dict[int, tuple[Query[object], asyncio.Future[Any]]] = {}
 
     # ------------------------------------------------------------------ connection to the engine
 
@@ -236,14 +238,14 @@ class MessageClient:
     def forget(self, number: int) -> None:
         self._jobs.pop(number, None)
 
-    async def query(self, query: EngineQuery) -> Any:
+    async def query(self, query: Query[T]) -> T:
         assert self.model, "raises if there is no engine"
         if self.is_silent:
             raise self._silence()
         number = next(self._numbers)
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: asyncio.Future[T] = self._loop.create_future()
         self._queries[number] = (query, future)
-        self.send(QueryRequest(self._name, number, query))
+        self.send(QueryRequest(self._name, number, cast(EngineQuery, query)))
         try:
             return await asyncio.wait_for(future, None if isinstance(query, LONG_QUERIES) else _QUERY_TIMEOUT_S)
         except TimeoutError:

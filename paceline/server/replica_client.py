@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 from paceline.cluster.router import Decision, NoReplica, Router, RouteRequest
 from paceline.config import ServerConfig, TenantConfig
@@ -32,6 +32,7 @@ from paceline.server.queries import (
     EngineQuery,
     GetMetrics,
     GetMonitor,
+    Query,
     RecordTrace,
     StoreResponse,
 )
@@ -39,6 +40,8 @@ from paceline.server.rate_limiter import RateLimiter
 from paceline.server.remote_client import MessageClient, OutputQueue, RemoteClient, wait_aborted
 from paceline.server.replica_queries import OVERVIEWS, PINS, READ_ONLY, combine
 from paceline.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 log = logging.getLogger("paceline.server")
 # Errors of an engine that do not fail a query to all of them, as long as one has answered.
@@ -279,26 +282,36 @@ class ReplicaClient:
 
     # ------------------------------------------------------------------ queries
 
-    async def query(self, query: EngineQuery) -> Any:
+    async def query(self, query: Query[T]) -> T:
         if len(self._replicas) == 1:
             return await self._replicas[0].query(query)
         assert self.model, "raises if there is no engine"
         up = {replica: one for replica, one in enumerate(self._replicas) if one.is_up}
+        if (only := self._only_one(query, up)) is not None:
+            return await only.query(query)
+        found: T = combine(query, await self._ask(query, up))
+        if isinstance(query, GetMetrics) and isinstance(found, list):
+            found.extend(self._metrics())
+        return found
+
+    def _only_one(self, query: Query[object], up: dict[int, MessageClient]) -> MessageClient | None:
+        """The engine that a query is for; None: all."""
         match query:
             case GetMonitor():
-                if not 0 <= query.replica < len(self._replicas):
-                    raise EngineFailed(f"replica is {query.replica}: there are {len(self._replicas)}, from 0 on.")
-                return await self._replicas[query.replica].query(query)
+                return self._monitored(query.replica)
             case RecordTrace():
-                return await next(iter(up.values())).query(query)
+                return next(iter(up.values()))
             case StoreResponse():  # on one of them: reading asks all
                 usable = [one for one in up.values() if not one.is_silent] or list(up.values())
-                return await usable[zlib.crc32(query.id.encode()) % len(usable)].query(query)
-        answers = await self._ask(query, up)
-        found = combine(query, answers)
-        return [*found, *self._metrics()] if isinstance(query, GetMetrics) else found
+                return usable[zlib.crc32(query.id.encode()) % len(usable)]
+        return None
 
-    async def _ask(self, query: EngineQuery, up: dict[int, MessageClient]) -> dict[int, Any]:
+    def _monitored(self, number: int) -> MessageClient:
+        if not 0 <= number < len(self._replicas):
+            raise EngineFailed(f"replica is {number}: there are {len(self._replicas)}, from 0 on.")
+        return self._replicas[number]
+
+    async def _ask(self, query: Query[T], up: dict[int, MessageClient]) -> dict[int, T]:
         found = await asyncio.gather(*(one.query(query) for one in up.values()), return_exceptions=True)
         answers = dict(zip(up, found, strict=True))
         errors = {replica: one for replica, one in answers.items() if isinstance(one, BaseException)}

@@ -11,7 +11,6 @@ from paceline.server.metrics import MetricFamily, gauge
 from paceline.server.queries import (
     AbortRequests,
     DeleteResponse,
-    EngineQuery,
     EngineStats,
     FlushCache,
     FlushWhenIdle,
@@ -23,6 +22,7 @@ from paceline.server.queries import (
     GetStats,
     PinPrefix,
     PinState,
+    Query,
     RequestState,
     UnpinPrefix,
 )
@@ -38,7 +38,7 @@ READ_ONLY = (*OVERVIEWS, AbortRequests, GetResponse, DeleteResponse)
 PINS = (PinPrefix, UnpinPrefix)
 
 
-def combine(query: EngineQuery, answers: Mapping[int, Any]) -> Any:
+def combine(query: Query[object], answers: Mapping[int, Any]) -> Any:
     """One answer from those of the engines, by replica."""
     found = list(answers.values())
     match query:

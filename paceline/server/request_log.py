@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from paceline.engine.output import OutputDelta
 from paceline.request import Tokens
@@ -45,9 +44,9 @@ class RequestLog:
     def num_output_tokens(self) -> int:
         return sum(self._num_tokens.values())
 
-    def fields(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    def fields(self, tokenizer: Tokenizer | None) -> dict[str, object]:
         """The fields of the line, with the text of the prompts if a tokenizer is given."""
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "id": self.id,
             "route": self.route,
             "tenant": self.tenant,

@@ -11,7 +11,7 @@ import msgspec
 
 from paceline.request import Grammar, SamplingParams
 from paceline.server.errors import ApiError, missing_parameter
-from paceline.server.fields import short
+from paceline.server.fields import Json, short
 from paceline.text.json_schema import closed
 
 
@@ -22,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: str
-    schema: dict[str, Any] | None = None
+    schema: Json | None = None
     description: str | None = None
     strict: bool | None = None  # output always conforms to the schema; strict closes its objects
 
@@ -35,7 +35,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     """Constraints beyond OpenAI's, with the names vLLM uses."""
 
-    json: dict[str, Any] | str | None = None
+    json: Json | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -104,7 +104,7 @@ class GenerationRequest(ScheduledRequest, kw_only=True):
     logprob_token_ids: list[int] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
+    guided_json: Json | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -150,7 +150,7 @@ def _token_id(name: str) -> int:
     return int(name)
 
 
-def _json_grammar(schema: dict[str, Any] | str | None) -> Grammar | None:
+def _json_grammar(schema: Json | str | None) -> Grammar | None:
     return None if schema is None else Grammar.json_schema(schema)
 
 
@@ -176,7 +176,7 @@ def _response_grammar(format: ResponseFormat | None) -> Grammar | None:
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Json | None = None
     strict: bool | None = None  # closes the objects of the parameters of a forced call
 
 
@@ -233,7 +233,7 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    messages: list[dict[str, Any]]
+    messages: list[Json]
     prediction: Prediction | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -242,7 +242,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Json | None = None
     separate_reasoning: bool | None = None  # default: the option of the server
 
 
@@ -273,7 +273,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True):
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Json] | None = None
     add_special_tokens: bool = True
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -29,6 +29,8 @@ from paceline.server.parsing import convert, parse
 from paceline.server.response import ResponseBuilder
 from paceline.server.state import RequestContext, ServerState
 
+T = TypeVar("T")
+
 
 class Access(Enum):
     """Who may call a route."""
@@ -37,6 +39,11 @@ class Access(Enum):
     METRICS = "admin key, with API keys"  # everyone with `public_metrics`, or if the server has no API keys
     TENANT = "API key"  # and admins; everyone if the server has no API keys
     ADMIN = "admin key"
+
+
+# From the decoded body of a route, whose type is that of the route.
+Prepare = Callable[[RequestContext, Any], object]
+MakeBuilder = Callable[[RequestContext, Any], ResponseBuilder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class Route:
     error_statuses: tuple[int, ...] = ()  # statuses other than 200 with a body of the same type
     # Runs off the event loop and makes `Call.body` from the decoded body: tokenizing, for example. Long bodies are
     # decoded in another process, so what it returns is picklable and short.
-    prepare: Callable[[RequestContext, Any], Any] | None = None
+    prepare: Prepare | None = None
     query: type[msgspec.Struct] | None = None  # the query parameters; others are refused then
     form: type[msgspec.Struct] | None = None  # the parts of a multipart body, which the handler reads itself
     binary: bool = False  # the response body is neither JSON nor text
@@ -76,7 +83,7 @@ class GenerationRoute:
     """A route whose response the engine generates. The method is POST."""
 
     path: str
-    builder: Callable[[RequestContext, Any], ResponseBuilder]  # picklable, and so is its result: see body_workers.py
+    builder: MakeBuilder  # picklable, and so is its result: see body_workers.py
     summary: str
     request: type[msgspec.Struct]
     responses: tuple[type[msgspec.Struct], ...]
@@ -143,7 +150,9 @@ def _endpoint(state: ServerState, methods: Mapping[str, Route]) -> Callable[[Htt
     return endpoint
 
 
-async def _within_limits(state: ServerState, num_bytes: int, tenant: str | None, work: Coroutine[Any, Any, Any]) -> Any:
+async def _within_limits(
+    state: ServerState, num_bytes: int, tenant: str | None, work: Coroutine[object, object, T]
+) -> T:
     """Work that tokenizes counts against the limits of its tenant, as a prompt of the same length does."""
     if tenant is None:
         return await work
@@ -163,9 +172,9 @@ def _decode(
     data: bytes | bytearray,
     kind: type[msgspec.Struct],
     path: str,
-    prepare: Callable[[RequestContext, Any], Any] | None,
+    prepare: Prepare | None,
     context: RequestContext | None,
-) -> Any:
+) -> object:
     found = parse(data or b"{}", kind, dialect_of(path).fields)
     return found if prepare is None or context is None else prepare(context, found)
 

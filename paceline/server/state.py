@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paceline.config import ServerConfig
 from paceline.engine.output import LoadedAdapter
@@ -102,7 +102,7 @@ class ServerState:
             self._refresh = None
 
     async def run_checked(
-        self, function: Callable[..., T], body: bytes | bytearray, *args: Any, tenant: str | None
+        self, function: Callable[..., T], body: bytes | bytearray, *args: object, tenant: str | None
     ) -> T:
         """`function(body, *args, context)` off the event loop. A model that is not known may be an adapter that another
         front end has loaded."""

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -201,7 +201,7 @@ class Supervisor:
         ]
         engines = [asyncio.create_task(self._run_engine(replica)) for replica in range(self._setup.config.replicas)]
         watching = asyncio.create_task(self._watch())
-        tasks: list[asyncio.Task[Any]] = [*engines, *front_ends, watching]
+        tasks: list[asyncio.Task[object]] = [*engines, *front_ends, watching]
         finished = asyncio.create_task(self._finished.wait())
         try:
             pending = {*tasks, finished}

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -38,28 +39,25 @@ def scheduler_config(arrivals: Sequence[Arrival], profile: Profile, options: Map
 
 
 _ROW_OPTIONS = ("max_running", "draft_tokens")  # the tokens of a decode batch
-_job: tuple[Sequence[Arrival], Profile, dict[str, Any]] | None = (
-    None  # of a worker process: arrivals are sent once, not per run
-)
+_Simulate = Callable[[list[Arrival], SchedulerConfig], SimulationResult]
+_job: tuple[Sequence[Arrival], _Simulate] | None = None  # of a worker process: arrivals are sent once, not per run
 
 
-def _begin(arrivals: Sequence[Arrival], profile: Profile, options: dict[str, Any]) -> None:
+def _begin(arrivals: Sequence[Arrival], run: _Simulate) -> None:
     global _job  # noqa: PLW0603 (the initializer of a worker process)
-    _job = arrivals, profile, options
+    _job = arrivals, run
 
 
 def _one(config: SchedulerConfig, speed: float) -> SimulationResult:
     assert _job is not None, "the initializer has run"
-    arrivals, profile, options = _job
-    return simulate(faster(arrivals, speed), config, profile, **options)
+    arrivals, run = _job
+    return run(faster(arrivals, speed), config)
 
 
-def process_pool(
-    processes: int, begin: Callable[..., None] | None = None, arguments: tuple[Any, ...] = ()
-) -> ProcessPoolExecutor:
-    """Up to `processes`, at most one per core. Forked ones share `arguments`; elsewhere these are copied to each."""
+def process_pool(processes: int, begin: Callable[[], None] | None = None) -> ProcessPoolExecutor:
+    """Up to `processes`, at most one per core. Forked ones share what `begin` holds; elsewhere it is copied to each."""
     how = get_context("fork" if sys.platform == "linux" else "spawn")
-    return ProcessPoolExecutor(min(processes, os.cpu_count() or 1), how, begin, arguments)
+    return ProcessPoolExecutor(min(processes, os.cpu_count() or 1), how, begin)
 
 
 class Comparison:
@@ -76,8 +74,8 @@ class Comparison:
         processes: int | None = None,
     ) -> None:
         self._count = processes or os.cpu_count() or 1
-        options = {"overlap": overlap, "acceptance": acceptance, "replicas": replicas}
-        self._pool = process_pool(self._count, _begin, (arrivals, profile, options))
+        run = partial(simulate, profile=profile, overlap=overlap, acceptance=acceptance, replicas=replicas)
+        self._pool = process_pool(self._count, partial(_begin, arrivals, run))
 
     def runs(
         self, configs: Mapping[str, SchedulerConfig], speed: float = 1.0

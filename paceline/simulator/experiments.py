@@ -7,8 +7,7 @@ with several GPUs are in `cluster_experiments.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from paceline.simulator.scenarios import (
     PREFIX_POLICIES,
     PREFIX_SHARES,
     SMALL,
+    PrefixReuse,
     batching,
     cold_and_cached,
     host_memory,
@@ -99,7 +99,7 @@ def _continuous_batching() -> Report:
 
 def _chunked_prefill() -> Report:
     whole = {"chunk_tokens": 16_384, "max_batch_tokens": 16_384, "max_prefill_tokens": 16_384}
-    cases: dict[str, dict[str, Any]] = {
+    cases: dict[str, Mapping[str, object]] = {
         "prefill-first": {"batching": "prefill-first", **whole},
         "whole prompts": whole,
         "chunks 8,192": {"chunk_tokens": 8192},
@@ -132,7 +132,7 @@ _PREFILL_FIRST = {"batching": "prefill-first", "chunk_tokens": 8192}
 
 
 def _prefill_overload() -> Report:
-    cases: dict[str, dict[str, Any]] = {
+    cases: dict[str, Mapping[str, object]] = {
         "prefill first": _PREFILL_FIRST,
         "no itl_target": {"itl_target": math.inf},
         "250 ms": {"itl_target": 0.25},
@@ -185,7 +185,7 @@ def _prefill_overload() -> Report:
 
 
 def _small_behind_large() -> Report:
-    cases: dict[str, dict[str, Any]] = {
+    cases: dict[str, Mapping[str, object]] = {
         "prefill first": {**_PREFILL_FIRST, "policy": "fcfs"},
         "no itl_target": {"itl_target": math.inf},
         "default": {},
@@ -243,7 +243,7 @@ def _shared_prefixes() -> Report:
 
     titles = ("1 slot", "16 slots, prefix_wait off", "16 slots, prefix_wait on")
 
-    def panel(name: str, value: Callable[[Any], float], y_title: str, title: str) -> Panel:
+    def panel(name: str, value: Callable[[PrefixReuse], float], y_title: str, title: str) -> Panel:
         lines = [[value(found[name, policy, share]) for share in PREFIX_SHARES] for policy in PREFIX_POLICIES]
         x_title = "share of requests with the prefix"
         return Panel("lines", list(PREFIX_SHARES), lines, list(PREFIX_POLICIES), x_title, y_title, title)

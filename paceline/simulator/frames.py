@@ -7,8 +7,8 @@ the scheduler decided by then, which with overlap includes the plan of the next 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
@@ -62,7 +62,7 @@ class FrameRecorder:
         self._listening = False
         # Step, decodes, prompt tokens, host start and end, device start and end, drafts verified and accepted
         self.lanes: list[list[float]] = []
-        self.events: list[list[Any]] = []  # frame, time, kind, request, sentence
+        self.events: list[list[object]] = []  # frame, time, kind, request, sentence
         self.frames = [self._frame(_before_the_first_pass(arrivals, config), 0.0)]
 
     def launched(self, plan: Plan, result: Result, host: tuple[float, float], device: tuple[float, float]) -> None:
@@ -84,18 +84,18 @@ class FrameRecorder:
             self._listening = True
         self.frames.append(self._frame(scheduler, now))
 
-    def ordered_events(self) -> list[list[Any]]:
+    def ordered_events(self) -> list[list[object]]:
         """Decisions in order of time. A request is added between two passes, at the time of its arrival, so its event
         is written after those of the commit that it preceded."""
         return sorted(self.events, key=lambda event: (event[0], event[1]))
 
-    def _frame(self, scheduler: Scheduler, now: float) -> dict[str, Any]:
+    def _frame(self, scheduler: Scheduler, now: float) -> dict[str, object]:
         frame = snapshot(scheduler, now)
         active = {one["name"]: one for one in frame["tenants"]}
         frame["tenants"] = [self._tenant(name, active.get(name, {})) for name in self._tenants]
         return {**frame, "uses": page_uses(scheduler)}
 
-    def _tenant(self, name: str, active: dict[str, Any]) -> dict[str, Any]:
+    def _tenant(self, name: str, active: Mapping[str, object]) -> dict[str, object]:
         weight, waits = self._weights.get(name, 1.0), list(self._waits[name].values())
         return {
             "name": name,
@@ -136,7 +136,7 @@ def record_frames(
     *,
     overlap: bool,
     acceptance: float | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Everything the page draws of a run, as JSON values."""
     recorder = FrameRecorder(arrivals, config)
     run = simulate(

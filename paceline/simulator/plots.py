@@ -4,24 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.config import ConfigError
 from paceline.simulator.report import Experiment, Panel
 from paceline.simulator.run import SimulationResult
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 # Safe for colour blindness (Okabe and Ito), in the order that the pages use
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
-_STYLE: dict[str, Any] = {
+_STYLE: dict[str, object] = {
     "figure.dpi": 120, "font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
     "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True, "legend.frameon": False,
     "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left", "svg.hashsalt": "paceline",
 }  # fmt: skip
 
 
-def _pyplot() -> Any:
+def _pyplot() -> ModuleType:
     try:
         import matplotlib
     except ImportError:
@@ -29,7 +35,7 @@ def _pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
-    plt: Any = matplotlib.pyplot
+    plt: ModuleType = matplotlib.pyplot
     plt.rcParams.update(_STYLE)
     return plt
 
@@ -41,7 +47,7 @@ def check_plots(path: Path) -> None:
     _pyplot()
 
 
-def _save(plt: Any, figure: Any, path: Path, top: float = 1.0) -> None:
+def _save(plt: ModuleType, figure: Figure, path: Path, top: float = 1.0) -> None:
     check_plots(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.tight_layout(rect=(0, 0, 1, top))
@@ -67,31 +73,34 @@ def plot_experiment(experiment: Experiment, panels: list[list[Panel]], path: Pat
     _save(plt, figure, path, top=1 - 0.3 / height)
 
 
-def _bar_groups(axes: Any, panel: Panel) -> None:
+def _bar_groups(axes: Axes, panel: Panel) -> None:
     places, width, size = np.arange(len(panel.x)), 0.8 / len(panel.y), 8 if len(panel.y) < 3 else 7
     for index, values in enumerate(panel.y):
         offset = (index - (len(panel.y) - 1) / 2) * width
         bars = axes.bar(places + offset, values, width * 0.94, color=COLOURS[index], label=panel.labels[index])
         axes.bar_label(bars, fmt="%.3g" if max(values) < 1000 else "{:,.0f}", padding=2, fontsize=size)
     crowded = max(len(str(x)) for x in panel.x) * len(panel.x) > 50
-    axes.set_xticks(places, panel.x, rotation=20 if crowded else 0, ha="right" if crowded else "center")
+    axes.set_xticks(places, list(map(str, panel.x)), rotation=20 if crowded else 0, ha="right" if crowded else "center")
     axes.grid(axis="x", visible=False)
     axes.margins(y=0.12 * len(panel.y))
 
 
-def _lines(axes: Any, panel: Panel) -> None:
+def _lines(axes: Axes, panel: Panel) -> None:
     dense = len(panel.x) > 50
     places = list(range(len(panel.x))) if isinstance(panel.x[0], str) else panel.x
     overlap = any(len(set(at)) < len(at) for at in zip(*panel.y, strict=True))
     for index, values in enumerate(panel.y):
         # Where lines overlap the first ones are wider, and the dashes of the fourth and fifth alternate.
-        style = {
-            "linewidth": 1.5 + 1.2 * max(0, min(3, len(panel.y) - 1) - index) if overlap and not dense else 1.5,
-            "linestyle": (3 * (index - 3), (3, 3)) if index >= 3 and overlap else "-",
-            "marker": None if dense else "o",
-            "markersize": 5,
-        }
-        axes.plot(places, values, color=COLOURS[index], label=panel.labels[index], **style)
+        axes.plot(
+            places,
+            values,
+            color=COLOURS[index],
+            label=panel.labels[index],
+            linewidth=1.5 + 1.2 * max(0, min(3, len(panel.y) - 1) - index) if overlap and not dense else 1.5,
+            linestyle=(3 * (index - 3), (3, 3)) if index >= 3 and overlap else "-",
+            marker=None if dense else "o",
+            markersize=5,
+        )
         for place, (x, y, name) in enumerate(zip(places, values, panel.points or (), strict=False)):
             # Alternating above and below, so that neighbours do not overlap
             offset = (10, -14) if place % 2 else (2, 12)
@@ -103,7 +112,7 @@ def _lines(axes: Any, panel: Panel) -> None:
     if panel.points is None:
         axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     if not dense and panel.points is None:
-        axes.set_xticks(places, panel.x if isinstance(panel.x[0], str) else None)
+        axes.set_xticks(places, list(map(str, panel.x)) if isinstance(panel.x[0], str) else None)
 
 
 _OVER_TIME = {
@@ -142,16 +151,17 @@ def plot_runs(runs: Mapping[str, SimulationResult], path: Path) -> None:
     _save(plt, figure, path)
 
 
-def _smooth(run: SimulationResult, name: str) -> Any:
+def _smooth(run: SimulationResult, name: str) -> npt.NDArray[np.float64]:
     """A moving average over a twentieth of the samples, weighted by duration."""
     width = max(1, len(run.series.time) // 20)
     spans = np.diff(run.series.time, prepend=0.0)
     kernel = np.ones(width)
     sums = np.convolve(np.array(getattr(run.series, name)) * spans, kernel, "same")
-    return sums / np.maximum(np.convolve(spans, kernel, "same"), 1e-12)
+    smooth: npt.NDArray[np.float64] = sums / np.maximum(np.convolve(spans, kernel, "same"), 1e-12)
+    return smooth
 
 
-def _bars(axes: Any, title: str, values: Mapping[str, float]) -> None:
+def _bars(axes: Axes, title: str, values: Mapping[str, float]) -> None:
     colours = [COLOURS[index % len(COLOURS)] for index in range(len(values))]
     axes.bar_label(axes.bar(list(values), list(values.values()), 0.6, color=colours), fmt="%.3g", fontsize=8)
     axes.set(title=title)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -171,7 +170,7 @@ class Profile(msgspec.Struct, frozen=True, dict=True):
         path.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: object) -> object:
     """Six significant digits, more than a measurement has."""
     if isinstance(value, dict):
         return {name: _rounded(item) for name, item in value.items()}

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -46,7 +45,7 @@ class ReplayedRun:
 
 
 def recorded_config(header: Header) -> SchedulerConfig:
-    options: dict[str, Any] = {name: math.inf if value == "inf" else value for name, value in header.options.items()}
+    options: dict[str, object] = {name: math.inf if value == "inf" else value for name, value in header.options.items()}
     sizes = {"page_size": header.page_size, "num_pages": header.num_pages, "max_running": header.max_running}
     return SchedulerConfig(**DEFAULTS | options | sizes)
 

@@ -9,16 +9,15 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from paceline.bench.workloads import TimedRequest
 from paceline.bench.workloads import prefill_overload as overload_requests
 from paceline.bench.workloads import small_behind_large as burst_requests
-from paceline.config import ReplicaConfig, SchedulerConfig, WorkloadConfig
+from paceline.config import ReplicaConfig, SchedulerConfig, WorkloadConfig, config_from
 from paceline.engine.executor import Result
-from paceline.request import Request, SamplingParams
+from paceline.request import Request, SamplingParams, as_tokens
 from paceline.scheduler import Plan, Scheduler
 from paceline.simulator.compare import scheduler_config
 from paceline.simulator.profile import load_profile
@@ -90,7 +89,7 @@ def batching(mode: str, *, copies: int = 0) -> Batching:
     """Eight slots for one request of 500 tokens and 350 of 10, or for `copies` times one of 500 and seven of 10."""
     options = DEFAULTS["one-long"]
     groups = [options] if not copies else [options | {"requests": SLOTS, "seed": seed} for seed in range(copies)]
-    arrivals = [one for group in groups for one in make_workload("one-long", WorkloadConfig(**group))]
+    arrivals = [one for group in groups for one in make_workload("one-long", config_from(WorkloadConfig, group))]
     recorder = PassRecorder()
     config = SchedulerConfig(max_running=SLOTS, batching=mode, policy="fcfs")
     result = simulate(unique_ids(arrivals), config, load_profile(LARGE), observer=recorder)
@@ -114,7 +113,7 @@ def ttft_of(result: SimulationResult, kind: str) -> Column:
     return np.array([one.first_token - one.arrival for one in result.served if one.id.startswith(kind)])
 
 
-def long_prompts(**options: Any) -> Stalls:
+def long_prompts(**options: object) -> Stalls:
     """32 requests decode; eight prompts of 8,000 tokens arrive meanwhile, one every 0.7 s."""
     rng = np.random.default_rng(0)
     arrivals = [
@@ -125,11 +124,13 @@ def long_prompts(**options: Any) -> Stalls:
         for number in range(8)
     ]
     recorder = TokenRecorder()
-    result = simulate(arrivals, SchedulerConfig(num_pages=10_000, **options), load_profile(LARGE), observer=recorder)
+    result = simulate(
+        arrivals, config_from(SchedulerConfig, options, num_pages=10_000), load_profile(LARGE), observer=recorder
+    )
     return Stalls.of(recorder, result)
 
 
-def prefill_overload(**options: Any) -> Stalls:
+def prefill_overload(**options: object) -> Stalls:
     """190 requests decode; 60 prompts of 3,000 to 6,000 tokens arrive in 10 s and decode, too."""
     recorder = TokenRecorder()
     return Stalls.of(recorder, _simulate(overload_requests(), LARGE, options, recorder))
@@ -142,14 +143,14 @@ class Burst:
     result: SimulationResult
 
 
-def small_behind_large(gpu: str, **options: Any) -> Burst:
+def small_behind_large(gpu: str, **options: object) -> Burst:
     """11 prompts of 256 tokens arrive right after 18 of 2,560."""
     result = _simulate(burst_requests(), gpu, options)
     return Burst(ttft_of(result, "small"), ttft_of(result, "large"), result)
 
 
 def _simulate(
-    work: Sequence[TimedRequest], gpu: str, options: Mapping[str, Any], recorder: TokenRecorder | None = None
+    work: Sequence[TimedRequest], gpu: str, options: Mapping[str, object], recorder: TokenRecorder | None = None
 ) -> SimulationResult:
     rng, profile = np.random.default_rng(0), load_profile(gpu)
     arrivals = [
@@ -171,7 +172,7 @@ _AMPLE = {
     "max_running": 16, "num_pages": 10_000, "max_batch_tokens": 65_536, "max_prefill_tokens": 65_536,
     "chunk_tokens": 4096,
 }  # fmt: skip
-CONDITIONS: dict[str, dict[str, Any]] = {
+CONDITIONS: dict[str, dict[str, int]] = {
     "1 slot": {"max_running": 1, "num_pages": 206},
     "16, no wait": {**_AMPLE, "prefix_wait": False},
     "16, wait": _AMPLE,
@@ -185,14 +186,14 @@ class PrefixReuse:
     waits: Column
 
 
-def shared_prefixes(policy: str, share: float, *, runs: int = 8, **options: Any) -> PrefixReuse:
+def shared_prefixes(policy: str, share: float, *, runs: int = 8, **options: object) -> PrefixReuse:
     """32 requests arrive at once in an empty cache; a `share` of them begins with the same 2,000 of 2,040 tokens.
 
     The mean of `runs` random orders; `options` is one of CONDITIONS.
     """
     requests, prefix, own = 32, 2000, 40
     sharing = round(requests * share)
-    config = SchedulerConfig(page_size=10, policy=policy, max_wait=math.inf, **options)
+    config = config_from(SchedulerConfig, options, page_size=10, policy=policy, max_wait=math.inf)
     hits, waits = 0, []
     for seed in range(runs):
         rng = np.random.default_rng(seed)
@@ -213,7 +214,7 @@ def shared_prefixes(policy: str, share: float, *, runs: int = 8, **options: Any)
     )
 
 
-def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
+def two_prefixes(policy: str, pool_tokens: int, **options: object) -> int:
     """Prefix tokens computed for requests A, B, A, B, A, B with prefixes of 2,000 (A) and 1,500 (B) tokens."""
     rng = np.random.default_rng(0)
     prefixes = [random_tokens(rng, 2000), random_tokens(rng, 1500)]
@@ -223,8 +224,8 @@ def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
         )
         for number in range(6)
     ]
-    settings: dict[str, Any] = {"page_size": 10, "max_running": 4, "look_ahead": 0, "max_wait": math.inf, **options}
-    config = SchedulerConfig(num_pages=pool_tokens // 10, policy=policy, **settings)
+    settings: dict[str, object] = {"page_size": 10, "max_running": 4, "look_ahead": 0, "max_wait": math.inf, **options}
+    config = config_from(SchedulerConfig, settings, num_pages=pool_tokens // 10, policy=policy)
     found = simulate(arrivals, config, load_profile(LARGE), overlap=False)
     return 3 * (2000 + 1500) - found.counters.hit_tokens
 
@@ -232,12 +233,14 @@ def two_prefixes(policy: str, pool_tokens: int, **options: Any) -> int:
 MAX_WAITS = (0.0, 0.05, 0.2, 1.0, 5.0, math.inf)
 
 
-def waiting_curve(max_wait: float, requests: int = 400, **options: Any) -> SimulationResult:
+def waiting_curve(max_wait: float, requests: int = 400, **options: object) -> SimulationResult:
     """An overloaded GPU, and 40 system prompts of 1,500 tokens in a KV cache that holds ten of them."""
     work = WorkloadConfig(
         requests=requests, rate=80, prompt_tokens=2000, shared=0.75, groups=40, output_tokens=64, seed=1
     )
-    config = SchedulerConfig(num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384, **options)
+    config = config_from(
+        SchedulerConfig, options, num_pages=1000, max_running=8, max_wait=max_wait, context_tokens=16_384
+    )
     return simulate(make_workload("prefixes", work), config, load_profile(SMALL))
 
 
@@ -308,7 +311,7 @@ def small_pool(num_pages: int, expected: Mapping[str, int] | None = None) -> Sma
     rng = np.random.default_rng(0)
     for number in range(40):
         name = f"request-{number}"
-        prompt = rng.integers(0, 50, int(rng.integers(4, 24)))
+        prompt = as_tokens(rng.integers(0, 50, int(rng.integers(4, 24))))
         tokens = None if expected is None else expected[name]
         harness.add(Request(name, prompt, SamplingParams(max_tokens=48), eos_token_ids=(0,), expected_tokens=tokens))
     harness.run()

@@ -11,12 +11,13 @@ import dataclasses
 import math
 import socket
 import typing
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
 import uvicorn
+from starlette.types import Scope, Send
 
 from paceline.config import (
     DRAFT_ACCEPTANCE,
@@ -24,6 +25,7 @@ from paceline.config import (
     SchedulerConfig,
     SpeculationConfig,
     WorkloadConfig,
+    config_from,
     public_options,
 )
 from paceline.request import PacelineError
@@ -34,7 +36,6 @@ from paceline.simulator.profile import load_profile, profile_names
 from paceline.simulator.workloads import SIZES, WORKLOADS, make_workload
 from paceline.web import SECURITY, web_file
 
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 MOST_REQUESTS = 500
 MOST_PAGES = 4096
 _CONFIGS = (WorkloadConfig, SpeculationConfig, SchedulerConfig)
@@ -48,20 +49,20 @@ DEFAULTS: dict[str, Any] = {
 _SHOWN = {**DEFAULTS, "acceptance": DRAFT_ACCEPTANCE}  # the latter is what a simulation without recording uses
 # Of workloads whose subject is not visible with the defaults above. Tenants compete if there is work for all of them
 # at any time, and a turn of policy fair is about one of these requests instead of twenty.
-WORKLOAD_DEFAULTS: dict[str, dict[str, Any]] = {
+WORKLOAD_DEFAULTS: dict[str, dict[str, object]] = {
     "tenants": {"tenants": 4, "rate": 400.0, "fair_quantum": 256},
     "one-long": workloads.DEFAULTS["one-long"],
 }
 
 
-def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
+def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, object]:
     """The frames of a simulation with the parameters of a query string."""
     workload = parameters.get("workload", DEFAULTS["workload"])
     if workload not in PAGE_WORKLOADS:
         raise ConfigError(f"workload is {workload!r}: choose one of {', '.join(PAGE_WORKLOADS)}.")
     given = {name: _value(name, text) for name, text in parameters.items()}
-    options = {**DEFAULTS, **WORKLOAD_DEFAULTS.get(workload, {}), **given}
-    work = WorkloadConfig(**{name: options[name] for name in _names(WorkloadConfig) if name in options})
+    options: dict[str, Any] = {**DEFAULTS, **WORKLOAD_DEFAULTS.get(workload, {}), **given}
+    work = config_from(WorkloadConfig, {name: options[name] for name in _names(WorkloadConfig) if name in options})
     if work.requests > MOST_REQUESTS:
         raise ConfigError(
             f"requests is {work.requests}: the page shows up to {MOST_REQUESTS}; use `paceline sim run` for more."
@@ -77,14 +78,14 @@ def run_frames(parameters: typing.Mapping[str, str]) -> dict[str, Any]:
     return record_frames(arrivals, config, profile, overlap=options["overlap"], acceptance=speculation.acceptance)
 
 
-def describe() -> dict[str, Any]:
+def describe() -> dict[str, object]:
     """Every parameter with its default (and those of single workloads), bounds, help text and a sentence per choice."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for config in _CONFIGS:
         for item in public_options(config):
             default = _SHOWN.get(item.name, None if item.default is dataclasses.MISSING else item.default)
             found[item.name] = {
-                "default_of": {},
+                "default_of": _default_of(item.name),
                 "default": "inf" if isinstance(default, float) and math.isinf(default) else default,
                 **{name: item.metadata[name] for name in ("help", "low", "high", "choices", "choice_help")},
             }
@@ -96,7 +97,7 @@ def describe() -> dict[str, Any]:
     }
     for name, (choices, text, choice_help) in own.items():
         found[name] = {
-            "default_of": {},
+            "default_of": _default_of(name),
             "default": DEFAULTS[name],
             "help": text,
             "low": None,
@@ -104,10 +105,11 @@ def describe() -> dict[str, Any]:
             "choices": choices,
             "choice_help": choice_help,
         }
-    for workload, defaults in WORKLOAD_DEFAULTS.items():
-        for name, value in defaults.items():
-            found[name]["default_of"][workload] = value
     return found
+
+
+def _default_of(name: str) -> dict[str, object]:
+    return {workload: defaults[name] for workload, defaults in WORKLOAD_DEFAULTS.items() if name in defaults}
 
 
 def _names(config: type) -> list[str]:
@@ -117,8 +119,8 @@ def _names(config: type) -> list[str]:
 _PARAMETERS = {*(name for config in _CONFIGS for name in _names(config)), "overlap"} - {"tenant_weights"}
 
 
-def _value(name: str, text: str) -> Any:
-    hints: dict[str, Any] = {"overlap": bool}
+def _value(name: str, text: str) -> object:
+    hints: dict[str, object] = {"overlap": bool}
     for config in _CONFIGS:
         hints |= typing.get_type_hints(config)
     if name in ("workload", "gpu"):
@@ -139,7 +141,7 @@ def _value(name: str, text: str) -> Any:
 class SimulatorApp:
     """An ASGI app: the files of the page, its options, and simulations."""
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: object, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: object, send: Send) -> None:
         if scope["type"] != "http":
             return
         path = scope["path"]

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -184,7 +183,7 @@ WORKLOADS: dict[str, Callable[[WorkloadConfig], Iterator[Arrival]]] = {
 # Options that differ from those of WorkloadConfig by default. `tenants` overloads an H200 with Qwen3-0.6B, since a
 # policy decides nothing while no request waits; `one-long` is the example by which continuous batching is explained:
 # one request of 500 tokens and seven of 10 in eight slots, and more of 10 that wait.
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, dict[str, object]] = {
     "tenants": {"requests": 800, "rate": 800.0, "tenants": 4},
     "one-long": {"requests": 351, "arrivals": "once", "prompt_tokens": 16, "output_tokens": 10},
 }
@@ -200,7 +199,7 @@ def make_workload(name: str, config: WorkloadConfig) -> list[Arrival]:
 
 def unique_ids(arrivals: Sequence[Arrival]) -> list[Arrival]:
     """The same with a number in front of repeated ids."""
-    seen: dict[str, Any] = {}
+    seen: dict[str, object] = {}
     found = []
     for number, one in enumerate(arrivals):
         found.append(dataclasses.replace(one, id=f"{number}-{one.id}") if one.id in seen else one)

@@ -204,7 +204,7 @@ class _JsonCall:
         shown = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
         return [ToolCallStart(name), ArgumentsDelta(shown)], len(text)
 
-    def _is_name(self, name: Any) -> bool:
+    def _is_name(self, name: object) -> bool:
         return isinstance(name, str) and bool(name) and (self._names is None or name in self._names)
 
 
@@ -262,7 +262,7 @@ class XmlCall:
 
     def __init__(self, tools: Mapping[str, Tool], opening: str = "") -> None:
         self._tools, self._opening = tools, opening
-        self._properties: Mapping[str, Any] = {}
+        self._properties: Mapping[str, object] = {}
         self._name = ""
         self._num_values = 0
         self._in_value = self._is_string = False
@@ -422,7 +422,7 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def kinds_of(schema: Any) -> frozenset[str]:
+def kinds_of(schema: object) -> frozenset[str]:
     """The types that a schema allows; none if it does not say. A value is written as text if it may be a string or
     there is no type, else as JSON."""
     if not isinstance(schema, dict):

@@ -7,7 +7,7 @@ never ends is an error of its own request only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -28,11 +28,12 @@ from paceline.text.template_sandbox import (
     weight,
 )
 
+Message = dict[str, Any]  # role, content and what else the template of a model reads
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _HARMONY = "<|channel|>"  # in the template of gpt-oss
 _LIST = re.compile(r"""['"](?:type|text)['"]""")  # parts as Python or JSON write them
 # What a conversation needs before and after a message of a role.
-_AROUND: Mapping[str, tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]] = {
+_AROUND: Mapping[str, tuple[Sequence[Mapping[str, object]], Sequence[Mapping[str, object]]]] = {
     "system": ((), ({"role": "user", "content": "a"},)),
     "assistant": (({"role": "user", "content": "a"},), ({"role": "user", "content": "a"},)),
     "tool": (
@@ -69,18 +70,20 @@ class ChatTemplateLimitError(ChatTemplateError):
 class ChatTemplate:
     """The template of one model, compiled on first use: an invalid one is an error of chat requests only."""
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "", now: Any = datetime.now) -> None:
+    def __init__(
+        self, source: str, *, bos_token: str = "", eos_token: str = "", now: Callable[[], datetime] = datetime.now
+    ) -> None:
         self.source, self._now = source, now
         self._joining: dict[str, bool] = {}  # by role
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
     ) -> str:
         """The text of a conversation. `variables` are passed to the template (such as enable_thinking)."""
         checked = [self._with_content(message) for message in check_messages(messages)]
@@ -91,11 +94,11 @@ class ChatTemplate:
 
     def _render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **variables: object,
     ) -> str:
         limits = Limits(weight([messages, tools, variables]))
         names = {
@@ -137,7 +140,7 @@ class ChatTemplate:
         called = [call.node.attr for call in parsed.find_all(nodes.Call) if isinstance(call.node, nodes.Getattr)]
         return not _CHANGING.isdisjoint([*called, *(applied.name for applied in parsed.find_all(nodes.Filter))])
 
-    def _with_content(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _with_content(self, message: Message) -> Message:
         """A message with its text parts as one string, unless the template joins them itself."""
         content = message["content"]
         if isinstance(content, str) or self._joins_parts(message["role"]):
@@ -188,7 +191,7 @@ def _cannot_compile(error: Exception) -> ChatTemplateError:
     return ChatTemplateError(f"chat_template cannot be compiled ({error}): correct it or choose another.")
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: object) -> list[Message]:
     """The messages, with a `content` that is a string or a list of text parts. Raises InvalidRequest if they are not
     valid."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
@@ -196,7 +199,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return [_check_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
 
 
-def _check_message(where: str, message: Any) -> dict[str, Any]:
+def _check_message(where: str, message: object) -> Message:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{where} is {short(message)}: give an object with role and content.")
     role = message.get("role")
@@ -215,12 +218,12 @@ def _check_message(where: str, message: Any) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": text} for text in texts] or ""}
 
 
-def text_of(content: str | Sequence[Mapping[str, Any]]) -> str:
+def text_of(content: str | Sequence[Mapping[str, str]]) -> str:
     """A content as one string."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+def _with_thinking(message: Message) -> Message:
     """For the template of gpt-oss, which calls reasoning so. It refuses both reasoning and content next to a call, and
     writes either as analysis, so content takes precedence."""
     reasoning = message.get("reasoning_content")
@@ -228,7 +231,7 @@ def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "thinking": reasoning} if reasoning and not is_refused else message
 
 
-def _with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_description(tool: Mapping[str, object]) -> Mapping[str, object]:
     """For the same template, which fails without one."""
     function = tool.get("function")
     if not isinstance(function, Mapping) or function.get("description"):
@@ -236,9 +239,9 @@ def _with_description(tool: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**tool, "function": {**function, "description": ""}}
 
 
-def _part_text(where: str, part: Any) -> str:
+def _part_text(where: str, part: object) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
+    if not isinstance(part, Mapping) or kind != "text":
         raise InvalidRequest(f"{where}.type is {short(kind)}: only text parts are supported.")
     text = part.get("text")
     if not isinstance(text, str):

@@ -25,6 +25,10 @@ from typing import Any
 import tokenizers
 
 from paceline.request import InvalidRequest
+from paceline.text.chat import Message
+
+Render = Callable[[Sequence[Message], Mapping[str, Any]], str]
+_Trie = dict[str, "_Trie"]
 
 # Noncharacters: Unicode reserves them for use within a program, and templates neither strip nor escape them.
 _NAME = "\ufdd0"  # around the private name of a token
@@ -79,12 +83,12 @@ class ControlTokens:
             token.normalized for token in self._added.values() if token.content in self._inside
         )
 
-    def are_in(self, value: Any) -> bool:
+    def are_in(self, value: object) -> bool:
         """Whether a string in `value`, however deep, contains the text of a control token."""
         text = "\0".join(_strings(value))
         return self._has(text) or (self._can_normalize and self._has(self._core.normalizer.normalize_str(text)))
 
-    def may_be_made_of(self, value: Any) -> bool:
+    def may_be_made_of(self, value: object) -> bool:
         """Whether a template may make a control token of strings in `value` that do not contain it."""
         if self._changes_text:
             return any(first in text for text in _strings(value) for first in self._firsts)
@@ -93,7 +97,7 @@ class ControlTokens:
     def count(self, text: str) -> int:
         return sum(1 for _ in self._controls_in(text))
 
-    def harmless(self, value: Any) -> Any:
+    def harmless(self, value: object) -> Any:
         """A copy of `value` of the same shape whose strings are no parts of control tokens, except what the template
         searches for."""
         if isinstance(value, str):
@@ -104,12 +108,12 @@ class ControlTokens:
             return {self.harmless(key): self.harmless(item) for key, item in value.items()}
         return [self.harmless(item) for item in value] if isinstance(value, list | tuple) else value
 
-    def first_in(self, value: Any) -> str:
+    def first_in(self, value: object) -> str:
         """The first control token in the strings of `value`; empty if there is none."""
         found = self._search("\0".join(_strings(value)))
         return found[0] if found else ""
 
-    def marked(self, value: Any, mark: str) -> Any:
+    def marked(self, value: object, mark: str) -> Any:
         """A copy of `value` with marks in its strings."""
         if isinstance(value, str):
             return _with(value, self._places(value), mark)
@@ -252,7 +256,7 @@ class ControlTokens:
 
 
 def render_as_text(
-    control: ControlTokens, render: Callable[[Any, Any], str], messages: Sequence[Any], variables: Mapping[str, Any]
+    control: ControlTokens, render: Render, messages: Sequence[Message], variables: Mapping[str, object]
 ) -> RenderedChat:
     """What `render` writes of these messages and variables, with marks where users wrote control tokens."""
     text = render(messages, variables)
@@ -262,7 +266,7 @@ def render_as_text(
         return RenderedChat(text)
     mark = _unused_mark(given)
 
-    def marked(some: Sequence[Any], others: Any) -> str | None:
+    def marked(some: Sequence[Message], others: Mapping[str, object]) -> str | None:
         """None if the template does not keep the marks."""
         try:
             found = render(some, others).replace(_escaped(mark), mark)
@@ -289,16 +293,16 @@ def render_as_text(
 
 def _check_made(
     control: ControlTokens,
-    render: Callable[[Any, Any], str],
+    render: Render,
     text: str,
-    messages: Sequence[Any],
-    variables: Mapping[str, Any],
+    messages: Sequence[Message],
+    variables: Mapping[str, object],
 ) -> None:
     """Refuses strings of which the template makes control tokens in `text`, where those that users write have marks."""
     if not control.may_be_made_of([messages, variables]):
         return
 
-    def count(some: Sequence[Any], others: Any) -> int:
+    def count(some: Sequence[Message], others: Mapping[str, object]) -> int:
         try:
             return control.count(render(some, others))
         except InvalidRequest:  # with other characters: nothing is known
@@ -319,7 +323,7 @@ def _check_made(
     )
 
 
-def _unused_mark(value: Any) -> str:
+def _unused_mark(value: object) -> str:
     text = "\0".join(_strings(value))
     mark = next((mark for mark in _MARKS if mark not in text and _escaped(mark) not in text), None)
     if mark is None or _NAME in text:
@@ -334,7 +338,7 @@ def _escaped(mark: str) -> str:
     return f"\\u{ord(mark):04x}"
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """All strings in a value, keys included."""
     stack = [value]
     while stack:
@@ -351,7 +355,7 @@ def _strings(value: Any) -> Iterator[str]:
                 stack += item
 
 
-def _is_text_parts(value: Sequence[Any]) -> bool:
+def _is_text_parts(value: Sequence[object]) -> bool:
     return bool(value) and all(
         isinstance(part, Mapping) and part.keys() == {"type", "text"} and isinstance(part["text"], str)
         for part in value
@@ -383,7 +387,7 @@ def _with(text: str, places: Sequence[int], mark: str) -> str:
 def _pattern_of(texts: Iterable[str]) -> str:
     """A pattern of the longest of these texts that begins at a place. It is a trie: an alternation of a thousand texts
     would be tried one by one."""
-    trie: dict[str, Any] = {}
+    trie: _Trie = {}
     for text in texts:
         node = trie
         for character in text:
@@ -392,7 +396,7 @@ def _pattern_of(texts: Iterable[str]) -> str:
     return _branches(trie) if trie else r"(?!)"
 
 
-def _branches(node: Mapping[str, Any]) -> str:
+def _branches(node: _Trie) -> str:
     # The empty branch, the end of a text, is last: longer ones are tried before it.
     found = [re.escape(character) + _branches(node[character]) for character in sorted(node, reverse=True) if character]
     found += [""] if "" in node else []

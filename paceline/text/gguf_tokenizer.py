@@ -150,13 +150,13 @@ def _byte_level(file: GGUFFile, tokens: list[str]) -> tuple[tokenizers.Tokenizer
     if _GPT2 not in steps:  # which does it, too
         splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
     if pre in _COMPOSED:
-        core.normalizer = normalizers.NFC()  # type: ignore[assignment, unused-ignore]
-    core.pre_tokenizer = pre_tokenizers.Sequence(splits)  # type: ignore[assignment, unused-ignore]
-    core.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
+        core.normalizer = normalizers.NFC()
+    core.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    core.decoder = decoders.ByteLevel()
     return core, default_bos
 
 
-def _split(step: str) -> Any:
+def _split(step: str) -> pre_tokenizers.PreTokenizer:
     if step == _GPT2:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if step in (_DIGITS, _NUMBERS):
@@ -197,11 +197,11 @@ def _sentence_piece(file: GGUFFile, tokens: list[str], types: list[int]) -> toke
         fuse_unk=True,
         byte_fallback=_BYTE in types,
     )
-    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", "▁")]
+    steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if file.metadata.get("tokenizer.ggml.add_space_prefix", True):
         spaces.insert(0, normalizers.Prepend("▁"))
         steps.append(decoders.Strip(" ", 1, 0))
-    core.normalizer = normalizers.Sequence(spaces)  # type: ignore[assignment, unused-ignore]
-    core.decoder = decoders.Sequence(steps)  # type: ignore[assignment, unused-ignore]
+    core.normalizer = normalizers.Sequence(spaces)
+    core.decoder = decoders.Sequence(steps)
     return core

@@ -18,14 +18,14 @@ _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 
 
-def with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
+def with_options(schema: Mapping[str, object] | bool) -> dict[str, object]:
     """`schema` with the options of llguidance; those that it has itself (`x-guidance`) take precedence."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     own = schema.get("x-guidance", {})
     if not isinstance(own, Mapping):
         raise InvalidRequest(f"x-guidance is {own!r}: give an object of llguidance's options.")
-    plain: Mapping[str, Any] = schema
+    plain: Mapping[str, object] = schema
     if not own.get("lenient"):  # else llguidance ignores what it does not know
         try:
             plain = _without_unique_items(schema, "")
@@ -35,7 +35,7 @@ def with_options(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     return {**plain, "x-guidance": {**({} if is_own else _WHITESPACE), **own}}
 
 
-def _without_unique_items(schema: Any, path: str) -> Any:
+def _without_unique_items(schema: object, path: str) -> Any:
     """`schema` without `uniqueItems: false`, which llguidance does not know and which is the default."""
     if not isinstance(schema, Mapping):
         return schema
@@ -44,7 +44,7 @@ def _without_unique_items(schema: Any, path: str) -> Any:
         raise InvalidRequest(
             f"grammar has {path}uniqueItems, which is {unique!r} and cannot be enforced: omit it, and check the output."
         )
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in schema.items():
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
             found[key] = {name: _without_unique_items(one, f"{path}{key}.{name}.") for name, one in value.items()}
@@ -57,23 +57,23 @@ def _without_unique_items(schema: Any, path: str) -> Any:
     return found
 
 
-def closed(schema: Mapping[str, Any], path: str) -> dict[str, Any]:
+def closed(schema: Mapping[str, object], path: str) -> dict[str, object]:
     """`schema` with all objects closed, as OpenAI defines `strict`: an object has no properties beyond those named.
 
     OpenAI wants `additionalProperties: false` to be given; here it is the default, and another value that is given
     stays. What cannot be closed is refused, with its path.
     """
     try:
-        found: dict[str, Any] = _closed(schema, path)
+        found: dict[str, object] = _closed(schema, path)
     except RecursionError:
         raise InvalidRequest(f"{path} is nested too deeply: simplify it.") from None
     return found
 
 
-def _closed(schema: Any, path: str) -> Any:
+def _closed(schema: object, path: str) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in schema.items():
         where = f"{path}.{key}"
         if key in _NAMED_SCHEMAS and isinstance(value, Mapping):
@@ -94,13 +94,13 @@ def _closed(schema: Any, path: str) -> Any:
     return found
 
 
-def _check_combination(schema: Mapping[str, Any], path: str) -> None:
+def _check_combination(schema: Mapping[str, object], path: str) -> None:
     """Closed objects cannot be combined: each would forbid the properties of the other."""
     all_of = schema.get("allOf")
     several = isinstance(all_of, list) and len(all_of) > 1
-    branches = [one for key in ("allOf", "anyOf", "oneOf") if isinstance(schema.get(key), list) for one in schema[key]]
+    lists = [found for key in ("allOf", "anyOf", "oneOf") if isinstance(found := schema.get(key), list)]
     extended = "properties" in schema and any(
-        isinstance(one, Mapping) and ("properties" in one or "$ref" in one) for one in branches
+        isinstance(one, Mapping) and ("properties" in one or "$ref" in one) for found in lists for one in found
     )
     if several or extended:
         raise InvalidRequest(
@@ -108,5 +108,5 @@ def _check_combination(schema: Mapping[str, Any], path: str) -> None:
         )
 
 
-def _lists(kind: Any, name: str) -> bool:
+def _lists(kind: object, name: str) -> bool:
     return isinstance(kind, list) and name in kind

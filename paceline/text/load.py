@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -69,12 +68,12 @@ def _folder_tokenizer(folder: Path) -> Tokenizer:
     )
 
 
-def _token_id(core: tokenizers.Tokenizer, token: Any) -> int | None:
+def _token_id(core: tokenizers.Tokenizer, token: object) -> int | None:
     text = token.get("content") if isinstance(token, dict) else token
     return core.token_to_id(text) if isinstance(text, str) else None
 
 
-def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """The chat templates of a folder by name: most have `default` alone."""
     given = config.get("chat_template")
     found = (
@@ -87,7 +86,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {name: template for name, template in found.items() if isinstance(template, str)}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
     try:

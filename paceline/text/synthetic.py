@@ -40,8 +40,8 @@ def synthetic_tokenizer(vocab_size: int) -> Tokenizer:
     tokens += [f"<|extra_{index}|>" for index in range(len(tokens), vocab_size)]
     vocab = {token: index for index, token in enumerate(tokens)}
     core = tokenizers.Tokenizer(models.BPE(vocab, merges))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment, unused-ignore]
-    core.decoder = decoders.ByteLevel()  # type: ignore[assignment, unused-ignore]
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(_SPECIAL))
     return Tokenizer(core, eos_ids=(2,), bos_id=1, chat_template=CHATML)
 

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 from jinja2 import TemplateAssertionError, nodes, pass_context
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.filters import FILTERS
+from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -109,7 +110,7 @@ class Limits:
         if length > self.max_characters:
             raise LimitExceeded(f"made a text of more than {self.max_characters:,} characters")
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: object) -> object:
         """Counts a value that was made, and returns it."""
         if isinstance(value, str | list | tuple):
             size = len(value) if isinstance(value, str) else _ITEM_CHARACTERS * len(value)
@@ -123,20 +124,20 @@ class Limits:
             raise LimitExceeded("made a number of more than 64 bits")
         return value
 
-    def built(self, value: Any) -> Any:
+    def built(self, value: object) -> object:
         """The same for a new container: how much text it is, written out. One that contains another twice, and so on,
         would be endless."""
         self.check(weight(value, self.max_characters))
         return value
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         """str(value)."""
         if not isinstance(value, str):
             self.built(value)
             return str(value)
         return value
 
-    def join(self, *parts: Any) -> str:
+    def join(self, *parts: object) -> str:
         """What the operator ~ does."""
         texts = [self.text(part) for part in parts]
         self.check(sum(map(len, texts)))
@@ -144,11 +145,11 @@ class Limits:
         self.made(found)
         return found
 
-    def weight(self, value: Any) -> int:
+    def weight(self, value: object) -> int:
         return weight(value, self.max_characters)
 
 
-def weight(value: Any, most: float = math.inf) -> int:
+def weight(value: object, most: float = math.inf) -> int:
     """About how many characters a value has when it is written out. Stops counting at `most`."""
     found, stack = 0, [value]
     while stack and found <= most:
@@ -169,7 +170,7 @@ def weight(value: Any, most: float = math.inf) -> int:
     return found
 
 
-def _indented_weight(value: Any, width: int, most: float) -> int:
+def _indented_weight(value: object, width: int, most: float) -> int:
     """About how many characters a value has when it is written out, one line for each item."""
     found, stack = 0, [(value, 0)]
     while stack and found <= most:
@@ -215,11 +216,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             "strftime_now": strftime_now,
         }
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         allowed = next((names for kind, names in _METHODS.items() if isinstance(obj, kind)), None)
         return (allowed is None or attr in allowed) and super().is_safe_attribute(obj, attr, value)
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: object, *args: object, **kwargs: object) -> object:
         limits = _limits_of(__context)
         method = getattr(__obj, "__wrapped__", __obj)  # `format` is wrapped
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -228,7 +229,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         found = limits.made(super().call(__context, __obj, *args, **kwargs))
         return limits.built(found) if __obj is dict or __obj is Namespace else found
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         limits = _limits_of(context)
         if operator == "**":
             raise LimitExceeded("uses **, which is not allowed")
@@ -302,13 +303,12 @@ class _GenerationExtension(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (jinja's own convention)
 
-    def parse(self, parser: Any) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
-        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return body
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def limit_names(limits: Limits) -> dict[str, Any]:
+def limit_names(limits: Limits) -> dict[str, object]:
     """The names that LimitInserter uses."""
     return {_LIMITS: limits, _STEP: limits.step, _JOIN: limits.join, _MADE: limits.made, _BUILT: limits.built}
 
@@ -320,18 +320,18 @@ def _limits_of(context: Context) -> Limits:
 
 
 @pass_context
-def _written(context: Context, value: Any) -> Any:
+def _written(context: Context, value: object) -> object:
     """What {{ value }} writes."""
     return value if isinstance(value, str) else _limits_of(context).text(value)
 
 
-def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _limited(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter whose result is counted, and whose arguments are checked before it runs."""
     kind = getattr(function, "jinja_pass_arg", None)
     given = None if kind is None else kind.name
 
     @pass_context
-    def checked(context: Context, value: Any = "", *args: Any, **options: Any) -> Any:
+    def checked(context: Context, value: object = "", *args: object, **options: object) -> object:
         limits = _limits_of(context)
         value = _check_filter(limits, name, value, args, options)
         first = {
@@ -345,10 +345,10 @@ def _limited(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _check_filter(limits: Limits, name: str, value: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def _check_filter(limits: Limits, name: str, value: Any, args: Sequence[Any], options: Mapping[str, object]) -> object:
     """The value for the filter."""
 
-    def argument(index: int, named: str, default: Any = None) -> Any:
+    def argument(index: int, named: str, default: object = None) -> Any:
         return args[index] if index < len(args) else options.get(named, default)
 
     wide = argument(0, {"indent": "width", "round": "precision"}.get(name, ""))
@@ -375,16 +375,16 @@ def _check_filter(limits: Limits, name: str, value: Any, args: Sequence[Any], op
     return value
 
 
-def _check_method(limits: Limits, text: str, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+def _check_method(limits: Limits, text: str, name: str, args: Sequence[object], options: Mapping[str, object]) -> None:
     given = [*args, *options.values()]
     if name == "replace" and len(given) > 1:
         _check_replace(limits, text, str(given[0]), str(given[1]))
     elif name == "join" and given and isinstance(given[0], list | tuple):
         limits.check(limits.weight(given[0]) + len(text) * len(given[0]))
-    elif name == "join" and not (given and isinstance(given[0], str)):
-        raise LimitExceeded("uses the method join on what is not a list")
-    elif name == "join":
+    elif name == "join" and given and isinstance(given[0], str):
         limits.check(len(given[0]) * (1 + len(text)))
+    elif name == "join":
+        raise LimitExceeded("uses the method join on what is not a list")
     elif name in ("split", "rsplit", "splitlines"):
         separator = given[0] if given and isinstance(given[0], str) else ""
         num_parts = text.count(separator) if separator else len(text) // 2
@@ -398,7 +398,7 @@ def _check_replace(limits: Limits, text: str, old: str = "", new: str = "") -> N
     limits.check(len(text) + num_found * (len(new) - len(old)))
 
 
-def _check_percent(limits: Limits, text: str, values: Any) -> None:
+def _check_percent(limits: Limits, text: str, values: object) -> None:
     """Reads the fields as Python does: %(key)-10.3f, where a key may have parentheses of its own."""
     length, value_length, at = len(text), limits.weight(values) + _MAX_WIDTH, text.find("%")
     while at >= 0:
@@ -426,7 +426,7 @@ def _end_of_key(text: str, at: int) -> int:
     return at
 
 
-def _check_format(limits: Limits, text: str, values: Any) -> None:
+def _check_format(limits: Limits, text: str, values: object) -> None:
     length, value_length = len(text), limits.weight(values) + _MAX_WIDTH
     with suppress(ValueError):  # then `format` fails too
         for _, _, spec, conversion in Formatter().parse(text):
@@ -443,14 +443,14 @@ def _check_widths(widths: Sequence[str], what: str) -> None:
         raise LimitExceeded(f"uses {what} with a wide field")
 
 
-def _size(value: str | Sequence[Any]) -> int:
+def _size(value: str | Sequence[object]) -> int:
     return len(value) if isinstance(value, str) else _ITEM_CHARACTERS * len(value)
 
 
 @pass_context
 def _tojson(
     context: Context,
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | str | None = None,
     separators: Iterable[str] | None = None,

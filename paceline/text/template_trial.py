@@ -63,7 +63,7 @@ class TemplateTrial:
 
 def conversations() -> list[dict[str, Any]]:
     """Arguments of `ChatTemplate.render`: an ordinary conversation, long ones and hostile ones."""
-    schema: dict[str, Any] = {"type": "string", "enum": ["a", "b"], "description": "x"}
+    schema: dict[str, object] = {"type": "string", "enum": ["a", "b"], "description": "x"}
     for depth in range(12):
         schema = {"type": "object", "properties": {f"p{depth}": schema, "q": {"type": "integer"}}, "required": ["q"]}
     tools = [
@@ -78,7 +78,7 @@ def conversations() -> list[dict[str, Any]]:
         "function": {"name": "f1", "arguments": {"q": 1, hostile[:99]: [{}]}},
     }
 
-    def turns(text: str, count: int) -> list[dict[str, Any]]:
+    def turns(text: str, count: int) -> list[dict[str, object]]:
         return [{"role": ("user", "assistant")[index % 2], "content": text} for index in range(2 * count + 1)]
 
     called = [

@@ -17,14 +17,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import tokenizers
 
 from paceline.model.spec import ModelError
 from paceline.request import InvalidRequest
-from paceline.text.chat import ChatTemplate, check_messages
+from paceline.text.chat import ChatTemplate, Message, check_messages
 from paceline.text.control_tokens import ControlTokens, RenderedChat, render_as_text
 from paceline.text.positional import PositionalDecoder
 from paceline.text.tools import describe
@@ -103,12 +103,13 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.bos_id = bos_id
         self.add_bos = add_bos and bos_id is not None
-        tokens = {
-            "bos_token": self._text_of(bos_id),
-            "eos_token": self._text_of(min(self.eos_ids, default=None) if eos_id is None else eos_id),
-        }
-        self.chat = ChatTemplate(chat_template, **tokens) if chat_template else None
-        self._tool_chat = ChatTemplate(tool_template, **tokens) if tool_template else None
+        chat = partial(
+            ChatTemplate,
+            bos_token=self._text_of(bos_id),
+            eos_token=self._text_of(min(self.eos_ids, default=None) if eos_id is None else eos_id),
+        )
+        self.chat = chat(chat_template) if chat_template else None
+        self._tool_chat = chat(tool_template) if tool_template else None
 
     def chat_for(self, tools: object) -> ChatTemplate | None:
         """The chat template of a conversation with these tools."""
@@ -142,7 +143,7 @@ class Tokenizer:
         return [prefix + encoding.ids for encoding in found]
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, limit: int | None = None, **options: Any
+        self, messages: Sequence[Mapping[str, object]], *, limit: int | None = None, **options: Any
     ) -> list[int]:
         """The ids of a conversation, ready for generation; `limit` as in `encode`, `options` as in `render_chat`."""
         return self.encode_rendered(self.render_chat(messages, **options), limit=limit)
@@ -158,9 +159,9 @@ class Tokenizer:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
         allow_control_tokens: bool = False,
         **options: Any,
     ) -> RenderedChat:
@@ -171,7 +172,7 @@ class Tokenizer:
             raise InvalidRequest("messages are given, but this model has no chat template: send a prompt instead.")
         source, knows_tools = chat.source, "tools" in chat.source
 
-        def render(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        def render(messages: Sequence[Message], options: Mapping[str, Any]) -> str:
             if knows_tools:
                 return chat.render(messages, **options)
             others = {name: value for name, value in options.items() if name != "tools"}

@@ -23,7 +23,7 @@ from typing import Any
 
 from paceline.request import Grammar, InvalidRequest
 from paceline.text.call_syntax import CLOSE, FUNCTION, KEY, KEY_END, NAME, VALUE, VALUE_END, Tool, kinds_of
-from paceline.text.chat import text_of
+from paceline.text.chat import Message, text_of
 from paceline.text.harmony import TOKENS, call_header, is_harmony
 from paceline.text.json_schema import closed, with_options
 from paceline.text.tool_calls import (
@@ -79,11 +79,9 @@ def style_of(template: str) -> str:
     raise InvalidRequest("tools are given, but this model writes tool calls in an unknown style: leave `tools` out.")
 
 
-def describe(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None, template: str = ""
-) -> list[dict[str, Any]]:
+def describe(messages: Sequence[Message], tools: Sequence[Tool] | None, template: str = "") -> list[Message]:
     """Messages for a template without support for tools: tools, calls and their results become ordinary text."""
-    described: list[dict[str, Any]] = []
+    described: list[Message] = []
     for index, message in enumerate(messages):
         content = text_of(message.get("content") or "")
         if message["role"] == "tool":

@@ -182,10 +182,10 @@ def test_without_memory_for_a_packed_copy_weights_are_kept_once(monkeypatch: pyt
     prompts, params = [[5, 6, 7], [8] * 40, [9, 10]], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(**RANDOM, kv_tokens=1024) as llm:
         expected = llm.generate(prompts, params)
-    monkeypatch.setattr("paceline.engine.cpu.model.free_memory", lambda: 0)
+    monkeypatch.setattr("paceline.engine.cpu.linear.free_memory", lambda: 0)
     with LLM(**RANDOM, kv_tokens=1024) as llm:
         decoder = llm.engine.executor.runner.decoder  # type: ignore[attr-defined]
-        assert decoder._head._packed is None
+        assert decoder.head._packed is None
         found = llm.generate(prompts, params)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.job import Job
 from paceline.engine.output import Conflict, OutputDelta, UnknownAdapter
 from paceline.llm import LLM
@@ -79,7 +79,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 def engine_with(models: Models, names: list[str], dtype: str = "float32", **options: Any) -> LLM:
     decoder = load_decoder(models.base, dtype=dtype)
-    llm = make_llm(CpuModel(decoder) if dtype == "float32" else decoder, **options)
+    llm = make_llm(arrange(decoder) if dtype == "float32" else decoder, **options)
     for name in names:
         llm.load_lora_adapter(name, models.folders[name])
     return llm

@@ -78,16 +78,25 @@ def test_weights_stay_as_they_are_stored(source: UnloadedModel, device: DeviceFa
 
 
 @pytest.mark.parametrize(
+    ("spec", "format", "group"),
+    [(LARGE, FP8, 0), (LARGE, INT4, 128), (shape("tiny-gemma2"), FP8, 0), (shape("tiny-olmo2"), INT4, 32)],
+)
+def test_a_gpu_keeps_weights_whatever_the_norms_and_with_adapters(
+    spec: ModelSpec, format: WeightFormat, group: int
+) -> None:
+    for options in ({}, {"max_lora_rank": 8}):
+        assert resolved(stored_in(spec, format, group=group), GPU, **options).config.quantization == format.name
+        assert resolved(UnloadedModel(spec), GPU, quantization="fp8", **options).config.quantization == "fp8"
+
+
+@pytest.mark.parametrize(
     ("source", "device", "options", "expected", "is_warning"),
     [
         # What users of such checkpoints meet, and was silent once.
         (stored_in(EXPERTS, INT4, group=128), GPU, {}, "no kernels for experts in this form", True),
         (stored_in(LARGE, FP8, group=128, block_rows=128), GPU, {}, "only experts have kernels for scales of", True),
         (stored_in(LARGE, FP8, group=0, wide="layers.3.mlp.down"), GPU, {}, "3.down is stored in 16 bits", True),
-        (stored_in(shape("tiny-gemma2"), FP8, group=0), GPU, {}, "norms are 'both'", True),
-        (stored_in(shape("tiny-olmo2"), INT4, group=32), GPU, {}, "such weights need norms before blocks and", True),
         (stored_in(LARGE, INT4, group=128), GPU, {"tp": 16}, "tp 16 divides columns that have one scale", True),
-        (stored_in(LARGE, FP8, group=0), GPU, {"max_lora_rank": 8}, "LoRA adapters need 16 bits on a GPU", True),
         (stored_in(LARGE, INT4, group=128), GPU, {"dtype": "float16"}, "dtype is float16", False),
         (stored_in(DENSE, Q4), GPU, {}, "that is faster for a model as small as this", False),
         (stored_in(DENSE, Q4), HOST, {"tp": 2}, "compute a whole model, and tp or pp is given", True),
@@ -115,9 +124,7 @@ def test_what_is_expanded_says_why(
         (UnloadedModel(EXPERTS), GPU, {"quantization": "q8"}, "'q8' and the model has a mixture of experts"),
         (UnloadedModel(LARGE), GPU, {"quantization": "mxfp4"}, "'mxfp4' and the model has no experts: leave it out"),
         (UnloadedModel(shape("tiny-gpt-oss")), GPU, {"quantization": "mxfp4"}, "matrices have 56, 64 columns"),
-        (UnloadedModel(shape("tiny-gemma2")), GPU, {"quantization": "fp8"}, "'fp8' and norms are 'both'"),
         (UnloadedModel(LARGE), GPU, {"quantization": "fp8", "dtype": "float16"}, "dtype is 'float16': set it to bf"),
-        (UnloadedModel(LARGE), GPU, {"quantization": "fp8", "max_lora_rank": 8}, "LoRA adapters need 16 bits on a"),
         (UnloadedModel(LARGE), GPU, {"quantization": "gguf"}, "'gguf', which needs a quantized GGUF file"),
         (stored_in(LARGE, Q4), GPU, {"quantization": "gguf", "tp": 64}, "tp 64 divides columns that have one"),
         (UnloadedModel(LARGE), replace(GPU, arch=80), {"quantization": "fp8"}, "needs a GPU of sm_89 or newer, and"),

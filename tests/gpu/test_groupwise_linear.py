@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.engine.cuda.groupwise import TUNED_ROWS, groupwise_tuning
+from paceline.engine.linear.groupwise import TUNED_ROWS, groupwise_tuning
 from paceline.kernels.groupwise_linear import (
     expand_groupwise,
     groupwise_linear,

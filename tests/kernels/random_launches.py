@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.quantized import keep_expanded, keep_quantized, quantize_decoder
 from paceline.engine.cuda.variants import DryGroup, _without_gemms, kernel_variants
 from paceline.engine.engine import Engine
 from paceline.engine.executor import Executor, Pending
+from paceline.engine.linear import groupwise
+from paceline.engine.linear.pack import keep_expanded, keep_quantized, quantize_decoder
 from paceline.engine.precision import KernelFormat, Precision
 from paceline.kernels.binaries import compile_for, compile_variant
-from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.layouts import DraftWord
 from paceline.kernels.variants import KernelVariant, recorded_launches
 from paceline.llm import LLM
@@ -263,15 +262,9 @@ def unlisted(name: str, options: dict[str, Any], seed: int) -> tuple[list[Kernel
 
 def keep_mixed_bits(decoder: Decoder) -> None:
     """As a GGUF file has them: in 8 bits `down` of even layers and qkv of odd ones, all else in 4."""
-    layers: list[Any] = decoder.layers
-    for index, layer in enumerate(layers):
-        qkv, down = (4, 8) if index % 2 == 0 else (8, 4)
-        mlp = replace(layer.mlp, gate_up=kept(layer.mlp.gate_up, 4), down=kept(layer.mlp.down, down))
-        layers[index] = replace(layer, qkv=kept(layer.qkv, qkv), out=kept(layer.out, 4), mlp=mlp)
-
-
-def kept(weight: torch.Tensor, bits: int) -> GroupwiseMatrix:
-    return keep_quantized(quantize(weight, bits))
+    for index, name, linear in decoder.linears():
+        bits = 8 if name == ("qkv" if index % 2 else "down") else 4
+        linear.weight = keep_quantized(quantize(linear.tensor, bits))
 
 
 class AllStages(Executor):

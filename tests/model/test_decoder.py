@@ -13,7 +13,7 @@ import torch
 from contiguous_cache import ContiguousCache
 from torch import Tensor
 
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.model.decoder import Decoder, MixtureOfExperts, route
 from paceline.model.layers import Activation, Dense, Experts, RopeSpec, Routing
 from paceline.model.rope import inverse_frequencies
@@ -173,7 +173,7 @@ def formula(spec: ModelSpec, weights: dict[str, Tensor], tokens: list[int]) -> T
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
+def test_every_option_is_computed_with_weights_as_stored_and_arranged(option: str) -> None:
     spec = vary(BASE, **OPTIONS[option])
     weights = weights_of(spec)
     expected = formula(spec, weights, TOKENS)
@@ -185,7 +185,7 @@ def test_decoder_and_cpu_model_compute_every_option(option: str) -> None:
     torch.testing.assert_close(ContiguousCache(decoder).feed(TOKENS), expected, atol=1e-3, rtol=1e-3)
     for num_rows in (len(TOKENS), 1):  # packed and transposed weights
         cache = ContiguousCache(decoder)
-        model = CpuModel(Decoder(spec, dict(weights)))
+        model = arrange(Decoder(spec, dict(weights)))
         for first in range(0, len(TOKENS), num_rows):
             chunk = torch.tensor(TOKENS[first : first + num_rows])
             positions = torch.arange(first, first + len(chunk))
@@ -197,7 +197,7 @@ def test_tokens_are_rotated_by_the_given_positions_wherever_they_are_cached() ->
     spec, weights = replace(BASE, **OPTIONS["defaults"]), weights_of(replace(BASE, **OPTIONS["defaults"]))
     turns = torch.arange(len(TOKENS)) * 3 % 7
     found = []
-    for model in (Decoder(spec, weights), CpuModel(Decoder(spec, dict(weights)))):
+    for model in (Decoder(spec, weights), arrange(Decoder(spec, dict(weights)))):
         for positions in (turns, turns + 5):
             cache = ContiguousCache(Decoder(spec, weights))
             found.append(model.logits(model.forward(torch.tensor(TOKENS), positions, cache.attend)))

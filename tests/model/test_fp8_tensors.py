@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.engine.cuda.quantized import quantize_decoder
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.expert_weights import Fp8Experts
 from paceline.kernels.quantized_linear import QuantizedMatrix
@@ -73,17 +73,17 @@ def test_fp8_checkpoints_have_the_values_of_their_scales(tmp_path: Path, config:
     assert open_files(tmp_path / "model").spec.num_layers == 2
     expanded = load_decoder(tmp_path / "model", dtype="float32")
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-    assert torch.equal(expanded.layers[1].qkv, torch.cat([wanted[name] for name in names]))
-    assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
+    assert torch.equal(expanded.layers[1].qkv.tensor, torch.cat([wanted[name] for name in names]))
+    assert torch.equal(expanded.layers[0].mlp.down.weight, wanted["model.layers.0.mlp.down_proj.weight"])
     assert quantization(tmp_path / "model", "cuda") == ("none" if config is BLOCKS else "fp8")
     if config is BLOCKS:
         assert "expanded to bfloat16: only experts have kernels for scales of blocks" in why(tmp_path / "model", "cuda")
     assert quantization(tmp_path / "model") == "none" and "a CPU has no kernels" in why(tmp_path / "model")
     if config is not BLOCKS:
         kept = load_decoder(tmp_path / "model", dtype="bfloat16", keep=keep_stored(tmp_path / "model", "fp8"))
-        qkv: Any = kept.layers[1].qkv
+        qkv: Any = kept.layers[1].qkv.weight
         assert isinstance(qkv, QuantizedMatrix) and kept.dtype is torch.bfloat16
-        assert torch.equal(qkv.dequantize(), expanded.layers[1].qkv)
+        assert torch.equal(qkv.dequantize(), expanded.layers[1].qkv.tensor)
 
 
 def change(path: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], without: str = "") -> None:
@@ -108,9 +108,9 @@ def test_targets_may_be_regular_expressions_and_some_layers_unquantized(tmp_path
     tensors = {f"{name}.weight": value for name, value in plain.items()}
     change(path, {"config_groups": groups, "ignore": ["lm_head", r"re:.*down_proj"]}, tensors, without="down_proj")
     model = load_decoder(path, dtype="float32")
-    assert torch.equal(model.layers[0].out, wanted["model.layers.0.self_attn.o_proj.weight"])
-    assert torch.equal(model.layers[1].mlp.gate_up[64:], wanted["model.layers.1.mlp.up_proj.weight"])
-    assert torch.equal(model.layers[1].mlp.down, plain["model.layers.1.mlp.down_proj"])
+    assert torch.equal(model.layers[0].out.tensor, wanted["model.layers.0.self_attn.o_proj.weight"])
+    assert torch.equal(model.layers[1].mlp.gate_up.tensor[64:], wanted["model.layers.1.mlp.up_proj.weight"])
+    assert torch.equal(model.layers[1].mlp.down.tensor, plain["model.layers.1.mlp.down_proj"])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_weights_in_16_bits_may_have_scales_of_an_fp8_kv_cache(groups: dict[str,
     save_file({**load_file(file), **{name: torch.tensor(0.25) for name in names}}, file)
     model = load_decoder(path, dtype="float32")
     assert plain.kv_scales is None and model.kv_scales is not None and (model.kv_scales == 0.25).all()
-    assert quantization(path, "cuda") == "none" and torch.equal(model.layers[0].qkv, plain.layers[0].qkv)
+    assert quantization(path, "cuda") == "none" and torch.equal(model.layers[0].qkv.tensor, plain.layers[0].qkv.tensor)
 
 
 @pytest.mark.parametrize("config", [FP8, CHANNEL, BLOCKS], ids=["tensor", "channel", "blocks"])
@@ -195,7 +195,7 @@ def test_experts_of_fp8_checkpoints_are_kept(tmp_path: Path, config: dict[str, A
             expanded = load_decoder(path, **options)
             mine, theirs = kept.layers[0].mlp, expanded.layers[0].mlp
             assert isinstance(mine, MixtureOfExperts) and isinstance(theirs, MixtureOfExperts)
-            assert torch.equal(kept.layers[0].qkv, expanded.layers[0].qkv)
+            assert torch.equal(kept.layers[0].qkv.tensor, expanded.layers[0].qkv.tensor)
             assert torch.equal(mine.router, theirs.router)
             pairs: Any = (
                 (mine.expert_gate_up, theirs.expert_gate_up.clone()),

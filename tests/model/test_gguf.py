@@ -211,10 +211,10 @@ def test_quantized_tensors_are_divided_rearranged_and_scaled(
     layer = load_decoder(tmp_path / "model.gguf", dtype="float32").layers[0]
     weights = kept(tmp_path / "model.gguf")
     for name, expected in (
-        ("qkv", layer.qkv),
-        ("out", layer.out),
-        ("gate_up", layer.mlp.gate_up),
-        ("down", layer.mlp.down),
+        ("qkv", layer.qkv.tensor),
+        ("out", layer.out.tensor),
+        ("gate_up", layer.mlp.gate_up.tensor),
+        ("down", layer.mlp.down.tensor),
     ):
         found = weights.matrix(f"0.{name}").dequantize()
         torch.testing.assert_close(found, expected, atol=0.01 * float(expected.abs().max()), rtol=0)

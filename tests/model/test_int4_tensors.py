@@ -40,12 +40,12 @@ def test_4_bit_checkpoints_have_the_values_of_their_scales(tmp_path: Path, name:
     assert open_files(path).spec.num_layers == 2
     expanded = load_decoder(path, dtype="float32")
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-    assert torch.equal(expanded.layers[1].qkv, torch.cat([wanted[name] for name in names]))
-    assert torch.equal(expanded.layers[0].mlp.down, wanted["model.layers.0.mlp.down_proj.weight"])
+    assert torch.equal(expanded.layers[1].qkv.tensor, torch.cat([wanted[name] for name in names]))
+    assert torch.equal(expanded.layers[0].mlp.down.weight, wanted["model.layers.0.mlp.down_proj.weight"])
     kept = load_decoder(path, dtype="bfloat16", keep=keep_stored(path, "int4"))
-    qkv: Any = kept.layers[1].qkv
+    qkv: Any = kept.layers[1].qkv.weight
     assert isinstance(qkv, GroupwiseMatrix) and qkv.group == 32 and kept.dtype is torch.bfloat16
-    assert torch.equal(qkv.dequantize(), expanded.layers[1].qkv)
+    assert torch.equal(qkv.dequantize(), expanded.layers[1].qkv.tensor)
 
 
 def test_a_gpu_keeps_4_bits_unless_options_expand_them(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_biases_of_zeros_are_left_out_and_others_refused(tmp_path: Path) -> None
     path = tmp_path / "model"
     save_int4(path, GPTQ)
     change_weights(path, {f"{LAYER}.bias": torch.zeros(64)})
-    assert load_decoder(path, keep=keep_stored(path, "int4")).layers[0].mlp.gate_up_bias is None  # type: ignore[union-attr]
+    assert load_decoder(path, keep=keep_stored(path, "int4")).layers[0].mlp.gate_up.bias is None  # type: ignore[union-attr]
     change_weights(path, {f"{LAYER}.bias": torch.ones(64)})
     with pytest.raises(ModelError, match=f"unexpected parameters {LAYER}.bias"):
         load_decoder(path)

@@ -16,6 +16,7 @@ from paceline.model.decoder import Decoder
 from paceline.model.files import ModelFiles
 from paceline.model.layers import Activation, Dense, Experts
 from paceline.model.layout import Shard, StoredTensor, stored_parts, target_shapes
+from paceline.model.rope import rotation_at
 from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.weights import fuse_weights, random_weights, shard_weights
@@ -112,8 +113,9 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
     stored = stored_model(spec)
     whole = Decoder(spec, load(spec, stored, Shard()))
     x, positions = torch.randn(9, spec.hidden_size), torch.arange(9)
-    cos_sin = whole.rope_tables[0][positions].unsqueeze(1)
-    expected = whole._attention(0, x, cos_sin, ContiguousCache(whole).attend), whole.layers[0].mlp(x)
+    rotation = rotation_at(whole.rope_tables[0], positions)
+    attended = whole._attend(0, x, rotation, ContiguousCache(whole).attend)
+    expected = whole.layers[0].out(attended), whole.layers[0].mlp(x)
     found = torch.zeros_like(x), torch.zeros_like(x)
     for group in ThreadGroup.of_size(size):
         decoder = Decoder(spec, load(spec, stored, group.shard), group=group)
@@ -123,7 +125,7 @@ def test_partial_outputs_of_all_ranks_add_up_to_the_layer(options: str, size: in
         ) -> Tensor:
             return attention(local.layers[layer].mixer, q, k, v, sinks)
 
-        found[0].add_(decoder._attention(0, x, cos_sin, attend))
+        found[0].add_(decoder.layers[0].out(decoder._attend(0, x, rotation, attend)))
         found[1].add_(decoder.layers[0].mlp(x))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.model.layout import Shard
 from paceline.model.lora import LoraRows, LoraWeights, arrange_adapter, read_adapter, remarks
 from paceline.model.shapes import shape
@@ -58,7 +58,7 @@ def test_adapter_equals_merged_weights(family: str, tmp_path: Path) -> None:
     weights = arrange_adapter(file, base.whole_spec, torch.float32)
     expected, plain = logits(merged), logits(base)
     assert (plain - expected).abs().max() > 0.1  # it changes something
-    for model in (base, CpuModel(load_decoder(tmp_path / "base", dtype="float32"))):
+    for model in (base, arrange(load_decoder(tmp_path / "base", dtype="float32"))):
         prepared = model.prepare_adapter(weights)
         found = logits(model, LoraRows([(torch.arange(len(TOKENS)), prepared)]))
         torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-3)
@@ -67,7 +67,7 @@ def test_adapter_equals_merged_weights(family: str, tmp_path: Path) -> None:
 def test_rows_of_several_adapters_and_ranks_and_none_are_computed_in_one_batch(tmp_path: Path) -> None:
     base = tiny("llama")
     base.save_pretrained(tmp_path / "base")
-    model = CpuModel(load_decoder(tmp_path / "base", dtype="float32"))
+    model = arrange(load_decoder(tmp_path / "base", dtype="float32"))
     shapes = linear_shapes(base, ALL)
     prepared = []
     for seed, rank in enumerate((2, 16)):

@@ -96,7 +96,7 @@ def test_stored_copy_of_a_tied_head_is_tolerated(tmp_path: Path) -> None:
     make_pair(tmp_path, "Qwen2", {"tie_word_embeddings": True})
     change(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(131, 48)}))
     decoder = load_decoder(tmp_path)
-    assert decoder.head is decoder.embedding
+    assert decoder.head.weight is decoder.embedding
 
 
 def test_truncated_safetensors(folder: Path) -> None:

@@ -27,6 +27,7 @@ from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelSpec
 from paceline.model.weights import random_weights
 from paceline.request import SamplingParams
+from tests.fused import fused_tensors
 from tests.helpers import clang_library, library_with_tiles, needs_compiler, portable_library, retract_often
 
 Turn = Callable[[np.ndarray], np.ndarray]
@@ -50,14 +51,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def weights_of(family: str) -> dict[str, torch.Tensor]:
-    decoder = pair(family).reference
-    found = {"embedding": decoder.embedding, "norm": decoder.norm, "head": decoder.head}
-    for index, layer in enumerate(decoder.layers):
-        for name in target_shapes(decoder.spec):
-            at, _, part = name.partition(".")
-            if at == str(index):
-                found[name] = getattr(layer.mlp if part.startswith(("gate_up", "down")) else layer, part)
-    return found
+    return fused_tensors(pair(family).reference)
 
 
 def quantized(

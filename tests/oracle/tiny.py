@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.llm import LLM, RequestOutput
 from paceline.model.decoder import Decoder
 from paceline.model.weights import load_decoder
@@ -134,7 +134,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 class Pair:
     theirs: Any
     reference: Decoder
-    ours: CpuModel  # the same weights, as the engine runs them
+    ours: Decoder  # the same weights, as the engine runs them
     expected: list[list[int]]  # greedy tokens of PROMPTS
 
 
@@ -154,7 +154,7 @@ def pair(family: str) -> Pair:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     folder = Path(mkdtemp(prefix="paceline-oracle-"))
     theirs.save_pretrained(folder)
-    reference, ours = load_decoder(folder, dtype="float32"), CpuModel(load_decoder(folder, dtype="float32"))
+    reference, ours = load_decoder(folder, dtype="float32"), arrange(load_decoder(folder, dtype="float32"))
     for file in folder.iterdir():
         file.unlink()
     folder.rmdir()
@@ -167,7 +167,7 @@ def pair(family: str) -> Pair:
     return Pair(theirs, reference, ours, expected)
 
 
-def make_llm(decoder: Decoder | CpuModel, *, overlap: str = "on", trace: Any = None, **options: Any) -> LLM:
+def make_llm(decoder: Decoder, *, overlap: str = "on", trace: Any = None, **options: Any) -> LLM:
     options = {"num_pages": 4096 // options.get("page_size", 16), "prefix_wait_tokens": 8, **options}
     config = EngineConfig(overlap=overlap, threads=1)
     return LLM.from_engine(assemble(decoder, synthetic_tokenizer(VOCAB), config, options, trace=trace))

@@ -16,7 +16,7 @@ from paceline.codec import encode
 from paceline.config import EngineConfig
 from paceline.engine.build.assemble import assemble
 from paceline.engine.build.executor import build_executor
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.executor import Completion, Executor
 from paceline.engine.rank_copies import CopyReports, RankCopier, RankMemory
 from paceline.engine.rank_messages import (
@@ -144,8 +144,8 @@ def llm_of(decoders: Sequence[Decoder], *, overlap: str = "on", drafts: Sequence
     options = {**BASE, **options}
     config = EngineConfig(threads=1, overlap=overlap)
     tokenizer = synthetic_tokenizer(decoders[0].whole_spec.vocab_size)
-    first, *others = (CpuModel(one) for one in decoders)
-    first_draft, *other_drafts = [CpuModel(one) for one in drafts] or [None] * len(decoders)
+    first, *others = (arrange(one) for one in decoders)
+    first_draft, *other_drafts = [arrange(one) for one in drafts] or [None] * len(decoders)
     ranks = None
     if others:
         built = [

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from paceline.checks.weights import write_folder
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cuda import groupwise
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.executor import Completion, DelayedPending, Executor, Pending
+from paceline.engine.linear import groupwise
 from paceline.engine.parallel_executor import ParallelExecutor
 from paceline.engine.weight_source import WeightSource
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
-from paceline.model.layout import Shard, target_shapes
+from paceline.model.layout import Shard
 from paceline.model.lora import LoraFile, LoraWeights
 from paceline.model.weights import load_decoder, shard_weights
 from paceline.parallel.threads import ThreadGroup
@@ -39,6 +39,7 @@ from tests.engine.cuda.test_int4 import dequantized, on_cpu
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
 from tests.engine.cuda.test_lora import write_adapters
+from tests.fused import fused_tensors
 from tests.parallel.ranks import ThreadRanks
 from tests.resolving import keep_stored, plan_of
 from tests.tiny_gguf import save_gguf
@@ -179,27 +180,8 @@ def engine_of(
 
 
 def _part(whole: Decoder, group: TurnGroup) -> Decoder:
-    weights = shard_weights(whole.whole_spec, _fused(whole), group.shard)
+    weights = shard_weights(whole.whole_spec, fused_tensors(whole), group.shard)
     return Decoder(whole.whole_spec, weights, max_positions=CONTEXT, group=group)
-
-
-def _fused(whole: Decoder) -> dict[str, Tensor]:
-    """The fused tensors of a decoder."""
-    weights = {"embedding": whole.embedding, "norm": whole.norm}
-    if not whole.spec.tied:
-        weights["head"] = whole.head
-    for name in target_shapes(whole.spec):
-        layer, _, part = name.partition(".")
-        if part:
-            owner = whole.layers[int(layer)]
-            if part in ("shared_gate_up", "shared_down"):
-                weights[name] = getattr(owner.mlp.shared, part.removeprefix("shared_"))
-            elif part.startswith("expert"):
-                weights[name] = getattr(owner.mlp, part).flatten(0, 1)
-            else:
-                in_mlp = part.startswith(("gate_up", "down", "router", "shared"))
-                weights[name] = getattr(owner.mlp if in_mlp else owner, part)
-    return weights
 
 
 @pytest.mark.parametrize("max_rows", [2, 224])
@@ -224,7 +206,7 @@ def test_ranks_divide_weights_in_groups(
     llm, executors = on_ranks("", 2, load=load, quantization=quantization)
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
-    assert all(one.model.is_groupwise and not one.model.uses_pdl(1) for one in executors)
+    assert all(one.model.is_packed and not one.model.uses_pdl(1) for one in executors)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +287,8 @@ def test_ranks_with_adapters_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
 def test_ranks_replace_their_weights(tmp_path: Path) -> None:
     other = decoder("tiny-qwen3")
     for layer in other.layers:
-        layer.out.mul_(-1)
-    write_folder(tmp_path, other.spec, _fused(other))
+        layer.out.weight.mul_(-1)
+    write_folder(tmp_path, other.spec, fused_tensors(other))
     prompts, params = PROMPTS[:2], replace(GREEDY, max_tokens=3)
     found = []
     for size in (1, 2):
@@ -339,7 +321,7 @@ def test_every_rank_has_the_whole_draft_model(is_same: bool) -> None:
     """If it is the target model, all drafts are accepted. If ranks disagree, they still verify the same drafts."""
     drafts = [decoder("tiny-qwen3"), decoder("tiny-qwen3")]
     for layer in drafts[1].layers:
-        layer.out.mul_(1 if is_same else -1)
+        layer.out.weight.mul_(1 if is_same else -1)
     llm, executors = on_ranks("tiny-qwen3", 2, drafts=drafts, draft_tokens=2)
     prompts, params = PROMPTS[:3], replace(GREEDY, max_tokens=5)
     with llm:

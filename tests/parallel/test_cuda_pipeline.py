@@ -43,9 +43,9 @@ from tests.engine.cuda.interpreted import (
 from tests.engine.cuda.test_lora import expected as expected_with_adapters
 from tests.engine.cuda.test_lora import run as run_with_adapters
 from tests.engine.cuda.test_lora import write_adapters
+from tests.fused import fused_tensors
 from tests.helpers import request
 from tests.parallel.ranks import ThreadRanks
-from tests.parallel.test_cuda import _fused
 
 pytestmark = INTERPRETED
 
@@ -66,7 +66,7 @@ def stages_of(
 ) -> tuple[list[CudaExecutor], list[StagePipe]]:
     """over_host: hidden states go through host memory, as with gloo; otherwise from device to device."""
     executors, pipes = [], []
-    weights, devices = _fused(whole), ThreadGroup.of_size(num_stages)
+    weights, devices = fused_tensors(whole), ThreadGroup.of_size(num_stages)
     for group, device in zip(ThreadGroup.of_size(num_stages), devices, strict=True):
         pipe = StagePipe(group, None if over_host else device)
         part = shard_weights(whole.whole_spec, weights, pipe.shard)
@@ -183,9 +183,9 @@ def test_stages_with_adapters_give_the_tokens_of_the_cpu(tmp_path: Path) -> None
 def test_stages_replace_their_weights(tmp_path: Path) -> None:
     other = decoder("tiny-smollm")
     for layer in other.layers:
-        layer.out.mul_(-1)
+        layer.out.weight.mul_(-1)
     other.embedding.copy_(other.embedding.roll(3, 0))  # which is the head, too
-    write_folder(tmp_path, other.spec, _fused(other))
+    write_folder(tmp_path, other.spec, fused_tensors(other))
     llm, _ = on_stages(decoder("tiny-smollm"))
     with llm:
         before = [output.token_ids for output in llm.generate(PROMPTS[1:3], SHORT)]

@@ -22,7 +22,7 @@ from paceline.config import EngineConfig, ServerConfig, check_replicas
 from paceline.engine.build import build_engine
 from paceline.engine.build.assemble import assemble
 from paceline.engine.build.executor import build_executor
-from paceline.engine.cpu.model import CpuModel
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.engine import Engine, EngineHooks
 from paceline.engine.job import Job
 from paceline.engine.rank_copies import CopyReports
@@ -56,7 +56,7 @@ def make(
     """An engine whose ranks are threads."""
     spec, weights = model(num_kv_heads)
     config, options = EngineConfig(threads=1, role=role), {**OPTIONS, **options}
-    first, *others = (CpuModel(one) for one in sharded_decoders(spec, weights, tp))
+    first, *others = (arrange(one) for one in sharded_decoders(spec, weights, tp))
     ranks = ThreadRanks([build_executor(one, config, options).executor for one in others]) if others else None
     return assemble(first, synthetic_tokenizer(spec.vocab_size), config, options, hooks=hooks, ranks=ranks)
 

@@ -15,7 +15,7 @@ from paceline.config import EngineConfig
 from paceline.engine.build.executor import alone, build_executor, device_of
 from paceline.engine.build.facts import CPU, CUDA
 from paceline.engine.cpu.executor import CpuExecutor
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.engine import Engine, EngineHooks, ModelInfo
 from paceline.engine.loaded_text import set_up_grammars
 from paceline.engine.loop import Trace

@@ -13,7 +13,7 @@ from paceline.engine.build.facts import CPU, CUDA
 from paceline.engine.build.resolution import scheduler_config as scheduler_config_of
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.kv_sizing import UnitBytes, check_host_fits, free_memory, num_kv_pages
 from paceline.engine.precision import FP8_KV, Precision
 from paceline.model.decoder import Decoder

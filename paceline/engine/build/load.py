@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from paceline.engine.build.facts import CPU
 from paceline.engine.build.weight_choice import NONE
-from paceline.engine.cpu.model import CpuModel, DecoderModel
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.cpu.native import native_library, return_free_memory
-from paceline.engine.cpu.quantized_model import QuantizedModel
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel
 from paceline.engine.draft_model import with_vocabulary
-from paceline.model.decoder import Decoder
 from paceline.model.files import UnloadedModel
 from paceline.model.gguf_file import is_gguf, open_gguf
 from paceline.model.quantized import QuantizedTensor
@@ -38,14 +35,14 @@ def load_model(
     options: dict[str, Any] = {"dtype": plan.dtype, "device": device, "max_positions": max_positions}
     options |= {"progress": progress, "group": group, "stages": stages}
     if files is None:
-        return _arranged(random_decoder(spec, seed=seed, **options))
+        return arrange(random_decoder(spec, seed=seed, **options))
     if device == CPU and plan.quantization != NONE:
         return _load_native(source, plan, max_positions, progress)
     if plan.is_stored:
-        from paceline.engine.cuda.quantized import keepers  # not at the top: the CPU needs no Triton
+        from paceline.engine.linear.pack import keepers  # not at the top: the CPU needs no Triton
 
         options["keep"] = keepers(plan.of_stage(spec, shard_of(group or stages)), spec)
-    return _arranged(with_vocabulary(load_decoder(files, **options), spec.vocab_size))
+    return arrange(with_vocabulary(load_decoder(files, **options), spec.vocab_size))
 
 
 def _load_native(
@@ -64,8 +61,3 @@ def _load_native(
     if is_gguf(files.path):
         open_gguf(files.path).release_memory()
     return model
-
-
-def _arranged(decoder: Decoder) -> DecoderModel:
-    """torch has good 16-bit GEMMs for weights as stored; on a CPU, float32 weights are rearranged."""
-    return CpuModel(decoder) if decoder.dtype is torch.float32 and decoder.device.type == CPU else decoder

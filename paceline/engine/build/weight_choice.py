@@ -126,8 +126,6 @@ def _refuse(given: str, source: UnloadedModel, config: EngineConfig, device: Dev
         if (reason := _why_not_kept(source, config, device, tp)) is not None:
             raise ConfigError(f"quantization is {GGUF!r} and {reason.text}: leave it out.")
     elif device.kind == CUDA:
-        if (reason := _why_no_kernels(source, config)) is not None:
-            raise ConfigError(f"quantization is {given!r} and {reason.text}; set quantization to none.")
         rounding_group(source.spec, WEIGHT_FORMATS[given], tp)  # raises
 
 
@@ -165,30 +163,12 @@ def _why_not_on_gpu(source: UnloadedModel, config: EngineConfig, device: DeviceF
             return _Reason(_NO_EXPERTS)
         if any(one.block_rows > 1 and kind not in one.format.block_kinds for one in stored):
             return _Reason("only experts have kernels for scales of blocks")
-    if (reason := _why_no_kernels(source, config)) is not None:
-        return reason
     if not _can_divide(files, tp):
         return _Reason(f"tp {tp} divides columns that have one scale")
     return None
 
 
 _NO_EXPERTS = "there are no kernels for experts in this form"
-
-
-def _why_no_kernels(source: UnloadedModel, config: EngineConfig) -> _Reason | None:
-    """On a GPU, for any format."""
-    spec = source.spec
-    if spec.has_experts:
-        return None
-    for layer in spec.layers:
-        activation = layer.ffn.activation.kind
-        if layer.norms != "pre" or activation != "silu":
-            return _Reason(
-                f"norms are {layer.norms!r}, activation {activation!r}: such weights need norms before blocks and silu"
-            )
-    if config.max_lora_rank:
-        return _Reason("LoRA adapters need 16 bits on a GPU")
-    return None
 
 
 def _why_slower(source: UnloadedModel, device: DeviceFacts) -> _Reason | None:
@@ -285,10 +265,6 @@ def round_like(source: UnloadedModel, plan: WeightsPlan, config: EngineConfig, d
         return _expanded(source, plan.dtype)
     if source.quantization == plan.quantization and _why_not_kept(source, config, device, 1) is None:
         return _kept(source, device, plan.dtype, plan.quantization)
-    if (reason := _why_no_kernels(source, config)) is not None:
-        raise ConfigError(
-            f"quantization is {plan.quantization!r}, and of the draft model {reason.text}: set it to none."
-        )
     return _rounded(source, device, plan.dtype, WEIGHT_FORMATS.get(plan.quantization, Q8), 1)
 
 

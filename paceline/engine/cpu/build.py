@@ -7,8 +7,7 @@ from typing import Any
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
-from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.quantized_model import QuantizedModel
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel
 
 
 def build_cpu(

@@ -13,8 +13,7 @@ import torch
 from paceline.engine.cpu.drafts import NgramDrafts
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.cpu.model import DecoderModel
-from paceline.engine.cpu.quantized_model import attention_for
+from paceline.engine.cpu.quantized_model import DecoderModel, attention_for
 from paceline.model.rank_group import RankGroup
 from paceline.sampling.sampler import Sampler
 from paceline.scheduler.plan import Join

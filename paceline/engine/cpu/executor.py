@@ -22,9 +22,9 @@ from paceline.engine.cpu.draft_model import ModelDrafts
 from paceline.engine.cpu.drafts import DraftProposer, NgramDrafts, Verification, verification
 from paceline.engine.cpu.inputs import Index, Inputs, SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.cpu.lora import PreparedAdapter, ResidentAdapters
-from paceline.engine.cpu.model import CpuModel, DecoderModel, arranged_like
-from paceline.engine.cpu.quantized_model import QuantizedModel, attention_for
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel, attention_for
 from paceline.engine.executor import Capabilities, Executor, Result
 from paceline.engine.pooling import PooledStates, pool_chunk
 from paceline.engine.weight_source import WeightSource
@@ -114,7 +114,7 @@ class CpuModelRunner:
 
     def load_weights(self, decoder: Decoder) -> None:
         assert not isinstance(self.decoder, QuantizedModel), "weights of a quantized model cannot be replaced"
-        self.decoder = arranged_like(self.decoder, decoder)
+        self.decoder = arrange(decoder)
         self.adapters.replace_decoder(self.decoder)
 
     @torch.inference_mode()
@@ -335,7 +335,7 @@ class CpuExecutor(Executor):
     @property
     def expert_rows(self) -> Sequence[Sequence[int]]:
         decoder = getattr(self.runner, "decoder", None)
-        return decoder.expert_rows if isinstance(decoder, CpuModel) else ()
+        return decoder.expert_rows if isinstance(decoder, Decoder) else ()
 
     def read_weights(self, source: WeightSource) -> Decoder:
         return source.read(self.runner.decoder.group, self.runner.decoder.stages)

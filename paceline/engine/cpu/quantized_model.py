@@ -21,9 +21,8 @@ from paceline.engine.attention import AttentionBackend
 from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.inputs import Index, Inputs
 from paceline.engine.cpu.kv_cache import KVCache
-from paceline.engine.cpu.model import DecoderModel
 from paceline.engine.cpu.native import AdaptedMatrix, Batch, Layer, LowRankPart, Model, NativeLibrary, PackedMatrix
-from paceline.model.decoder import Attend, scaled, soft_cap
+from paceline.model.decoder import Attend, Decoder, scaled, soft_cap
 from paceline.model.layers import ACTIVATIONS, Dense
 from paceline.model.layout import WHOLE_MODEL
 from paceline.model.lora import ADAPTED_MATRICES, LoraRows, LoraWeights
@@ -239,3 +238,6 @@ class QuantizedModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(scaled(self._library.linear(self._head, hidden), self.spec.logit_scale), self.spec.logit_cap)
+
+
+DecoderModel = Decoder | QuantizedModel  # what the CPU executor runs

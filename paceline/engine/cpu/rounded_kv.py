@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.engine.cpu.model import DecoderModel
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.cuda.kv_scales import scales_for
 from paceline.kernels.fp8 import to_fp8_reference
 from paceline.model.decoder import Attend

@@ -13,8 +13,9 @@ from paceline.engine.cpu.attention import CpuAttention
 from paceline.engine.cpu.executor import CpuModelRunner, MaskSource
 from paceline.engine.cpu.inputs import SlotTables
 from paceline.engine.cpu.kv_cache import KVCache
+from paceline.engine.cpu.linear import arrange
 from paceline.engine.cpu.lora import ResidentAdapters
-from paceline.engine.cpu.model import DecoderModel, arranged_like
+from paceline.engine.cpu.quantized_model import DecoderModel
 from paceline.engine.executor import Result
 from paceline.engine.late_tokens import LateTokens
 from paceline.model.decoder import Decoder
@@ -46,7 +47,7 @@ class StageRunner:
         self.late_tokens = LateTokens(max_running, self._tables.store_tokens) if pipe.shard.is_first else None
 
     def load_weights(self, decoder: Decoder) -> None:
-        self.decoder = arranged_like(self.decoder, decoder)
+        self.decoder = arrange(decoder)
         self.adapters.replace_decoder(self.decoder)
 
     @torch.inference_mode()

@@ -15,19 +15,19 @@ from paceline.engine.cuda.executor import CudaExecutor
 from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
 from paceline.engine.cuda.lora import LoraSizes
-from paceline.engine.cuda.model import CudaModel, GemmTuning
-from paceline.engine.cuda.quantized import keep_expanded, quantize_decoder
+from paceline.engine.cuda.model import CudaModel
 from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
 from paceline.engine.kv_sizing import UnitBytes, num_kv_pages
+from paceline.engine.linear.pack import keep_expanded, quantize_decoder
 from paceline.engine.precision import FP8_KV, Precision
 from paceline.kernels._triton import HAS_TRITON
 from paceline.kernels.extend_attention import extend_tuning
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.layouts import adjust_words
-from paceline.kernels.linear import decode_tuning
+from paceline.kernels.linear import GemmTuning, decode_tuning
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Pool
 from paceline.model.spec import ModelSpec
@@ -81,7 +81,7 @@ def build_cuda(
     for one in decoders:
         if precision.quantization != "none":
             quantize_decoder(one, precision.quantization)
-        if isinstance(one.layers[0].qkv, GroupwiseMatrix) and given is not None:
+        if isinstance(one.layers[0].qkv.weight, GroupwiseMatrix) and given is not None:
             wanted = (config.num_kv_pages(scheduler, given) or 0) * units.page + scheduler.max_running * units.state
             keep_expanded(one, streams.free_memory() - wanted)
     models = [

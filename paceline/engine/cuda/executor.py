@@ -219,7 +219,7 @@ class CudaExecutor(Executor):
     ) -> None:
         spec, device = model.spec, model.device
         self.model = model
-        if model.is_quantized or model.has_quantized_experts:
+        if model.is_packed:
             self.capabilities = replace(self.capabilities, weights=False)
         if model.lora is not None:
             self.capabilities = replace(self.capabilities, lora=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.kernels.lora import AdapterMatrix, AdapterRows, add_lora, group_rows, lora_rank
 from paceline.kernels.route_experts import LiveRows
-from paceline.model.decoder import Decoder
+from paceline.model.decoder import Decoder, Mlp
 from paceline.model.layers import Dense, LayerSpec
 from paceline.model.lora import ADAPTED_MATRICES, LoraWeights
 from paceline.model.spec import ModelSpec
@@ -190,8 +190,14 @@ def _starts(widths: Sequence[int]) -> list[int]:
 
 
 def _folded_norms(decoder: Decoder, index: int) -> dict[str, Tensor]:
-    """The norms that are folded into matrices of a layer, on the host."""
+    """The norms that are folded into matrices of a layer, on the host. They are not folded into packed ones."""
     layer = decoder.layers[index]
-    norms = {"qkv": layer.attention_norm, "gate_up": layer.mlp_norm}
-    found = {name: norm.float().clone() for name, norm in norms.items() if norm is not None}
+    places = [("qkv", layer.attention_norm, layer.qkv)]
+    if isinstance(layer.mlp, Mlp):
+        places.append(("gate_up", layer.mlp_norm, layer.mlp.gate_up))
+    found = {
+        name: norm.weight.float().clone()
+        for name, norm, linear in places
+        if norm is not None and isinstance(linear.weight, Tensor)
+    }
     return found if decoder.device.type == "meta" else {name: norm.cpu() for name, norm in found.items()}

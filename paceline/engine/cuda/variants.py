@@ -18,15 +18,14 @@ from torch import Tensor
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cuda.build import build_cuda
 from paceline.engine.cuda.executor import CudaExecutor
-from paceline.engine.cuda.experts import ExpertBuffers, tuned_sizes
 from paceline.engine.cuda.graphs import SHORT_CONTEXT_ROWS, GraphKey, GraphStage
-from paceline.engine.cuda.groupwise import MAX_GROUPWISE_ROWS, TUNED_ROWS
 from paceline.engine.cuda.inputs import prefill_buckets
 from paceline.engine.cuda.model import CudaModel, ForwardPass
-from paceline.engine.cuda.quantized import quantize_decoder
 from paceline.engine.cuda.sharing import BLOCK_SIZES
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
+from paceline.engine.linear.experts import ExpertBuffers, tuned_sizes
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import Precision
 from paceline.kernels.adjust import write_runs
 from paceline.kernels.layouts import SHARED_TILE_WORDS
@@ -135,8 +134,8 @@ def launch_all(executor: CudaExecutor) -> None:
     for model in (executor.model, None if executor.draft_model is None else executor.draft_model.model):
         if model is not None and model.experts is not None:
             _experts(model, model.experts)
-        if model is not None and model.is_groupwise:
-            _groupwise(model)
+        if model is not None:
+            _linears(model)
     _apply(executor)
     CudaSwap(HostStreams(), executor.kv, num_host_pages=1, max_pages=1).warm_up()
 
@@ -158,15 +157,9 @@ def _adapters(executor: CudaExecutor, blocks: Sequence[int]) -> None:
         for block in blocks:
             prefill.run_bucket(executor.graphs.sizes[-1], block, bucket, all_states=False, lora=True)
     model = executor.model
-    device = model.device
-    assert model.lora is not None, "called for those"
-    for rows in lora_row_counts(model.max_tokens):
-        for live in (LiveRows(torch.zeros(rows, dtype=torch.int32, device=device), by_row=True), None):
-            model.lora.begin(rows, live)
-        for matrices in model.lora.matrices:
-            for matrix in matrices.values():
-                source = torch.empty(rows, matrix.a.shape[2], dtype=model.dtype, device=device)
-                model.lora.add_to(matrix, source, source.new_empty(rows, sum(matrix.widths)))
+    for rows in sorted({*lora_row_counts(model.max_tokens), *model.tuned_rows}):
+        for live in (LiveRows(torch.zeros(rows, dtype=torch.int32, device=model.device), by_row=True), None):
+            ForwardPass(model, rows, fused=False, live=live, lora=True).run(lambda *_: None)
 
 
 def _sample(executor: CudaExecutor, rows: int) -> None:
@@ -211,22 +204,15 @@ def _experts(model: CudaModel, buffers: ExpertBuffers) -> None:
     rows_of_padding = torch.zeros(model.max_tokens, dtype=torch.int32, device=model.device)
     for rows in tuned_sizes(buffers, model.max_tokens):
         for live in (LiveRows(rows_of_padding, by_row=True), LiveRows(rows_of_padding[:1], by_row=False)):
-            forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False, live=live)
+            forward = ForwardPass(model, rows, fused=False, live=live)
             for layer in model.layers:
-                layer.mlp.run(forward)
+                layer.block.run(forward.stream, forward.block_buffers)
 
 
-def _groupwise(model: CudaModel) -> None:
-    """Linear layers with weights in groups, of any number of rows: prefill batches use them kernel by kernel."""
-    for rows in (*TUNED_ROWS, MAX_GROUPWISE_ROWS + 1):
-        if rows <= model.max_tokens:
-            forward = ForwardPass(model, rows, fused=False, defer_norm=False, pdl=False)
-            for layer in model.layers:
-                if not forward.fused_norm_linear(layer.qkv, forward.qkv):
-                    forward.cublas_norm_linear(layer.qkv, forward.qkv, defer_norm=False)
-                forward.add_linear(layer.out, forward.attended)
-                layer.mlp.run(forward)
-            forward.norm(model.norm)
+def _linears(model: CudaModel) -> None:
+    """Matrices whose kernels depend on the number of rows in any pass: prefill batches launch them one by one."""
+    for rows in model.tuned_rows:
+        ForwardPass(model, rows, fused=False).run(lambda *_: None)
 
 
 def _apply(executor: CudaExecutor) -> None:

@@ -9,10 +9,10 @@ import msgspec
 from starlette.responses import Response
 
 from paceline.engine.output import OutputDelta
-from paceline.server.apis.dialects import Json, named_event
+from paceline.server.apis.dialects import named_event
 from paceline.server.chat import ChatBuilder, OutputPart, arguments_of
 from paceline.server.errors import ApiError
-from paceline.server.fields import short
+from paceline.server.fields import Json, short
 from paceline.server.parsing import convert, convert_tagged
 from paceline.server.reasoning import template_variables
 from paceline.server.request_types import (

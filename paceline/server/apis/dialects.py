@@ -9,14 +9,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
 from paceline.server.errors import ApiError
-from paceline.server.fields import OPENAI_FIELDS, FieldRules
+from paceline.server.fields import OPENAI_FIELDS, FieldRules, Json
 
-Json = dict[str, Any]
 _SSE = "text/event-stream"
 
 

@@ -14,10 +14,9 @@ from starlette.responses import Response
 from paceline import __version__
 from paceline.engine.output import OutputDelta, Timings
 from paceline.request import InvalidRequest
-from paceline.server.apis.dialects import Json
 from paceline.server.chat import ChatBuilder, OutputPart, arguments_of
 from paceline.server.errors import ApiError
-from paceline.server.fields import FieldRules, select_supported, short
+from paceline.server.fields import FieldRules, Json, select_supported, short
 from paceline.server.parsing import convert
 from paceline.server.request_types import (
     ChatRequest,
@@ -302,7 +301,7 @@ class OllamaChatResponse(ChatBuilder):
         found = [OllamaCall(CalledFunction(call.name, arguments_of(call))) for call in calls] if calls else UNSET
         return OllamaChatReply(message=OllamaMessage("assistant", text, thoughts or UNSET, found), **fields)
 
-    def _encode(self, text: str, thoughts: str = "", calls: Sequence[FunctionCall] = (), **fields: Any) -> bytes:
+    def _encode(self, text: str, thoughts: str = "", calls: Sequence[FunctionCall] = (), **fields: object) -> bytes:
         fields["model"], fields["created_at"] = self.request.model, datetime.now(UTC)
         return msgspec.json.encode(self._reply(fields, text, thoughts, calls))
 

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from paceline.engine.output import OutputDelta
-from paceline.server.apis.dialects import Json
 from paceline.server.apis.ollama import check_options, nanoseconds, untagged
 from paceline.server.embeddings import (
     EmbeddingBuilder,
@@ -17,6 +16,7 @@ from paceline.server.embeddings import (
     shortened,
     vector_of,
 )
+from paceline.server.fields import Json
 from paceline.server.prompts import encode_prompt
 from paceline.server.request_types import PoolingRequest
 from paceline.server.response_types import UsageInfo

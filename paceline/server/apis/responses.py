@@ -10,7 +10,7 @@ import msgspec
 from starlette.responses import Response
 
 from paceline.engine.output import OutputDelta
-from paceline.server.apis.dialects import Json, named_event
+from paceline.server.apis.dialects import named_event
 from paceline.server.apis.responses_request import (
     ReasoningConfig,
     ResponsesRequest,
@@ -20,7 +20,7 @@ from paceline.server.apis.responses_request import (
 )
 from paceline.server.chat import ChatBuilder, arguments_of
 from paceline.server.errors import ApiError
-from paceline.server.fields import short
+from paceline.server.fields import Json, short
 from paceline.server.queries import DeleteResponse, GetResponse, StoreResponse
 from paceline.server.response_types import FunctionCall, UsageInfo
 from paceline.server.routing import Call, json_response

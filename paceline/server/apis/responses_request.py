@@ -8,9 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from paceline.server.apis.dialects import Json
 from paceline.server.errors import ApiError
-from paceline.server.fields import short
+from paceline.server.fields import Json, short
 from paceline.server.parsing import convert_tagged
 from paceline.server.request_types import (
     AllowedTool,

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, Generic, TypedDict, TypeVar
 
 from starlette.responses import Response, StreamingResponse
 
@@ -64,7 +64,14 @@ async def _on_disk(function: Callable[..., T], *args: object) -> T:
         ) from error
 
 
-def _page(items: Sequence[Item], query: FileQuery | BatchQuery, *, ascending: bool = False) -> dict[str, Any]:
+class _Page(TypedDict, Generic[Item]):
+    data: list[Item]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+
+
+def _page(items: Sequence[Item], query: FileQuery | BatchQuery, *, ascending: bool = False) -> _Page[Item]:
     """The items, given oldest first, that follow `after` in the wanted order. It may be gone: ids sort by time."""
     after = query.after
     if after is not None:

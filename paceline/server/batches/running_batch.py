@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,7 @@ from paceline.server.limits import MAX_BATCH_ATTEMPTS, MAX_BATCH_BYTES_IN_FLIGHT
 from paceline.server.state import ServerState
 
 log = logging.getLogger("paceline.server")
+_Ended = Literal["completed", "cancelled", "expired"]
 _READ_LINES = 64  # of the input file, at a time
 _POLL_S = 0.1
 _RETRY_S = 1.0
@@ -98,7 +100,7 @@ class RunningBatch:
             return
         self._done = await asyncio.to_thread(read_results, *self._paths)
         self._num_bytes_left = await asyncio.to_thread(self._store.num_bytes_left, self._stored.tenant)
-        status = "completed"
+        status: _Ended = "completed"
         if self.batch.status != "finalizing":
             status = await self._run_lines(tenant)
         await self._finalize(status)
@@ -127,7 +129,7 @@ class RunningBatch:
         await self._update(fail)
         self._log()
 
-    async def _finalize(self, status: str) -> None:
+    async def _finalize(self, status: _Ended) -> None:
         def finalizing(batch: BatchObject) -> None:
             self._count(batch)
             if status == "completed":
@@ -137,7 +139,7 @@ class RunningBatch:
             output_id, errors_id = batch.result_ids
             batch.output_file_id = self._store.add_result(output_id, self._stored, f"{batch.id}_output.jsonl")
             batch.error_file_id = self._store.add_result(errors_id, self._stored, f"{batch.id}_error.jsonl")
-            batch.status = status  # type: ignore[assignment]
+            batch.status = status
             setattr(batch, f"{status}_at", int(time.time()))
 
         await self._update(finalizing)
@@ -166,14 +168,14 @@ class RunningBatch:
 
     # ------------------------------------------------------------------ lines
 
-    async def _run_lines(self, tenant: TenantConfig) -> str:
+    async def _run_lines(self, tenant: TenantConfig) -> _Ended:
         """Runs the lines without a result. Returns the status that the batch ends with."""
         if self.batch.status == "cancelling":
             self.cancelled.set()
         left_s = self.batch.expires_at - time.time()
         if left_s > 0 and not self.cancelled.is_set() and await self._run_for(left_s, tenant):
             return "completed"
-        status = "cancelled" if self.cancelled.is_set() else "expired"
+        status: _Ended = "cancelled" if self.cancelled.is_set() else "expired"
         # A line that was interrupted while its result was written may have one.
         self._done = await asyncio.to_thread(read_results, *self._paths)
         async for group in self._lines_left():

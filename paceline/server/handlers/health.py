@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -29,7 +28,7 @@ async def get_health(call: Call) -> Response:
     if not is_alive:
         is_alive = any(one.is_loading for one in engines)
         status = "loading" if is_alive else "failed"
-    report: dict[str, Any] = {
+    report: dict[str, object] = {
         "status": status,
         "model": call.state.model_name,
         "failure": failure,

@@ -14,10 +14,10 @@ import pytest
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import executor, resolution
 from paceline.engine.cpu.executor import CpuExecutor
-from paceline.engine.cpu.model import CpuModel, DecoderModel
-from paceline.engine.cpu.quantized_model import QuantizedModel
+from paceline.engine.cpu.quantized_model import DecoderModel, QuantizedModel
 from paceline.engine.draft_model import with_vocabulary
 from paceline.llm import LLM, RequestOutput
+from paceline.model.decoder import Decoder
 from paceline.model.files import UnloadedModel
 from paceline.model.shapes import shape
 from paceline.model.spec import ModelError
@@ -89,7 +89,7 @@ def test_a_vocabulary_of_another_size_is_cut_or_filled() -> None:
         before = decoder.embedding.clone()
         decoder = with_vocabulary(decoder, size)
         common = min(size, len(before))
-        assert decoder.embedding.shape[0] == decoder.head.shape[0] == decoder.spec.vocab_size == size
+        assert decoder.embedding.shape[0] == decoder.head.tensor.shape[0] == decoder.spec.vocab_size == size
         assert (decoder.embedding[:common] == before[:common]).all() and not decoder.embedding[common:].any()
 
 
@@ -142,7 +142,7 @@ def test_the_precision_of_a_draft_model_follows_from_its_own_file(
     plain, _ = run_folder(path, SAMPLED)
     outputs, _ = run_folder(path, SAMPLED, speculate="draft", draft_model=str(draft))
     assert tokens(outputs) == tokens(plain)
-    assert [type(one) for one in found] == [CpuModel, type(None), CpuModel, QuantizedModel]
+    assert [type(one) for one in found] == [Decoder, type(None), Decoder, QuantizedModel]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from paceline.engine.build.assemble import assemble
 from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda.graphs import CudaGraphs, GraphKey, buckets
 from paceline.engine.cuda.inputs import PlanPacker, token_sizes
-from paceline.engine.cuda.model import CudaExperts
+from paceline.engine.cuda.layers import CudaExperts
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import HostStreams, _HostEvent
 from paceline.engine.job import Job
@@ -112,8 +112,8 @@ def test_sinks_and_biases_of_experts_are_replaced_in_place() -> None:
     with llm:
         device.load_weights(other)
         for mine, theirs in zip(device.model.layers, other.layers, strict=True):
-            assert isinstance(mine.mlp, CudaExperts) and isinstance(theirs.mlp, MixtureOfExperts)
-            routed = mine.mlp.routed
+            assert isinstance(mine.block, CudaExperts) and isinstance(theirs.mlp, MixtureOfExperts)
+            routed = mine.block.routed
             assert torch.equal(mine.sinks, theirs.sinks)
             assert torch.equal(routed.router_bias, theirs.mlp.router_bias)
             assert torch.equal(routed.gate_up_bias, theirs.mlp.expert_gate_up_bias)
@@ -125,9 +125,14 @@ def test_weights_of_experts_are_replaced_in_place() -> None:
         changed = decoder("tiny-qwen2-moe")
         for layer in changed.layers:
             assert isinstance(layer.mlp, MixtureOfExperts) and layer.mlp.shared is not None
-            for weight in (layer.mlp.router, layer.mlp.expert_gate_up, layer.mlp.expert_down, layer.mlp.shared.down):
+            for weight in (
+                layer.mlp.router,
+                layer.mlp.expert_gate_up,
+                layer.mlp.expert_down,
+                layer.mlp.shared.down.weight,
+            ):
                 weight.copy_(weight.flip(0))
-            layer.mlp.shared.gate_up.neg_()
+            layer.mlp.shared.gate_up.weight.neg_()
             layer.mlp.shared_gate.neg_()
         return changed
 

@@ -74,7 +74,7 @@ def test_scales_are_those_of_the_largest_numbers_of_each_head() -> None:
     """Found by the kernels' model and by the decoder, of the same weights."""
     model = decoder("tiny-qwen3")
     for layer in model.layers:
-        layer.qkv[-16:] *= 50  # values of the last head
+        layer.qkv.weight[-16:] *= 50  # values of the last head
     tables, cache = SlotTables(1, 32, 4), KVCache(model.spec, 8, 4, model.dtype)
     tables.pages[0] = np.arange(8)
     inputs = tables.row_inputs(np.zeros(1, np.int64), np.array([0]), np.array([32]))

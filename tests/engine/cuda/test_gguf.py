@@ -12,11 +12,13 @@ import torch
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
 from paceline.engine.build import weight_choice
-from paceline.engine.cuda import build, groupwise
-from paceline.engine.cuda.quantized import keep_expanded, quantize_decoder
+from paceline.engine.cuda import build
 from paceline.engine.cuda.streams import HostStreams
+from paceline.engine.linear import groupwise
+from paceline.engine.linear.pack import keep_expanded, quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.kernels.groupwise_linear import GroupwiseMatrix
+from paceline.model.norm import weight_of
 from paceline.model.quantized import quantize
 from paceline.model.read_spec import read_spec
 from paceline.model.shapes import shape
@@ -42,14 +44,14 @@ def test_a_gguf_file_gives_the_tokens_of_its_dequantized_weights(
     keep = keep_stored(path, "gguf")
     expected = on_cpu(dequantized(load_decoder(path, keep=keep, **LOAD)))
     kept = load_decoder(path, keep=keep, **LOAD)
-    bits: list[Any] = [(layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down) for layer in kept.layers]  # type: ignore[union-attr]
-    assert [[one.bits for one in layer] for layer in bits] == [[8, 4, 4, 8], [4, 4, 4, 4]]
+    weights: list[Any] = [[one.weight for one in layer.linears] for layer in kept.layers]
+    assert [[one.bits for one in layer] for layer in weights] == [[8, 4, 4, 8], [4, 4, 4, 4]]
     if in_memory:
         keep_expanded(kept, free=1 << 40)
         monkeypatch.setattr(groupwise, "expand_groupwise", None)  # is not called
     llm, device = on_kernels("", model=kept, quantization="gguf")
     with llm:
-        assert device.model.is_groupwise and not device.capabilities.weights
+        assert device.model.is_packed and not device.capabilities.weights
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
@@ -60,9 +62,8 @@ def test_weights_are_also_kept_in_16_bits_if_that_leaves_memory_for_the_kv_cache
         model = decoder("tiny-qwen3")
         quantize_decoder(model, "q4")
         keep_expanded(model, free)
-        assert ("for large batches also in float32" in model.precision) == (model.layers[0].qkv.expanded is not None)
-        layers: list[Any] = model.layers
-        matrices = [one for layer in layers for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)]
+        matrices: list[Any] = [linear.weight for *_, linear in model.linears()]
+        assert ("for large batches also in float32" in model.precision) == (matrices[0].expanded is not None)
         assert all(one.expanded is None or torch.equal(one.expanded, one.dequantize()) for one in matrices)
         return [one.expanded for one in matrices]
 
@@ -93,11 +94,16 @@ def test_kept_weights_are_those_of_the_file_rounded_to_float16(tmp_path: Path) -
     path = save_gguf(tmp_path / "model.gguf", kinds={"ffn_down": Q.F16})
     kept, wide = (load_decoder(path, keep=keep, **LOAD) for keep in (keep_stored(path, "gguf"), None))
     for mine, theirs in zip(kept.layers, wide.layers, strict=True):
-        for found, values in ((mine.qkv, theirs.qkv), (mine.out, theirs.out)):
-            assert isinstance(found, GroupwiseMatrix) and torch.equal(found.dequantize(), values.half().float())
-        down: Any = mine.mlp.down  # type: ignore[union-attr]
-        rounded = quantize(theirs.mlp.down, 8).dequantize()  # type: ignore[union-attr]
-        assert down.bits == 8 and torch.equal(down.dequantize(), rounded.half().float())
+        for found, values in zip(mine.linears, theirs.linears, strict=True):
+            assert isinstance(found.weight, GroupwiseMatrix)
+            if found.name == "down":
+                assert found.weight.bits == 8
+                expected = quantize(values.tensor, 8).dequantize().half().float()
+            elif found.name == "gate_up":
+                continue
+            else:
+                expected = values.tensor.half().float()
+            assert torch.equal(found.weight.dequantize(), expected)
 
 
 @pytest.mark.parametrize(("quantization", "bits"), [("q4", 4), ("q8", 8)])
@@ -107,7 +113,7 @@ def test_models_can_be_rounded_to_the_same_format(quantization: str, bits: int) 
 
     reference = model()
     quantize_decoder(reference, quantization)
-    assert reference.layers[0].qkv.bits == bits and reference.precision.endswith(f"weights in {bits} bits")
+    assert reference.layers[0].qkv.weight.bits == bits and reference.precision.endswith(f"weights in {bits} bits")
     expected = on_cpu(dequantized(reference))
     llm, _ = on_kernels("", model=model(), quantization=quantization)
     with llm:
@@ -127,10 +133,9 @@ def test_a_gpu_keeps_a_quantized_file_unless_options_expand_it(tmp_path: Path, m
     assert (plan.quantization, plan.dtype) == ("gguf", "bfloat16")
     assert kernel_formats(path) == (KernelFormat(bits=((4, 8), (4,), (4,), (4, 8))),)
     kept = load_decoder(path, dtype="bfloat16", keep=keep_stored(path, "gguf"))
-    tensors: list[Any] = [kept.embedding, kept.head, kept.norm]
+    tensors: list[Any] = [kept.embedding, kept.head.weight, kept.norm.weight]
     for layer in kept.layers:
-        mlp: Any = layer.mlp
-        tensors += [layer.qkv, layer.out, mlp.gate_up, mlp.down, layer.attention_norm, layer.mlp_norm]
+        tensors += [*(one.weight for one in layer.linears), weight_of(layer.attention_norm), weight_of(layer.mlp_norm)]
 
     def num_bytes(tensor: Any) -> int:
         if not isinstance(tensor, GroupwiseMatrix):
@@ -143,7 +148,6 @@ def test_a_gpu_keeps_a_quantized_file_unless_options_expand_it(tmp_path: Path, m
     for options, reason in (
         ({"dtype": "float16"}, "info: weights stored in 4 and 8 bits are expanded to float16: dtype is float16"),
         ({"tp": 4}, "bfloat16: tp 4 divides columns that have one scale"),
-        ({"max_lora_rank": 8}, "bfloat16: LoRA adapters need 16 bits on a GPU"),
     ):
         assert quantization(path, "cuda", **options) == "none" and reason in why(path, "cuda", **options)
 
@@ -176,4 +180,4 @@ def test_a_draft_model_in_16_bits_is_rounded_to_8(tmp_path: Path) -> None:
     assert {one.format for one in chosen.draft_weights.matrices if one.packed} == {"q8"}
     draft = decoder("tiny-qwen3")
     quantize_decoder(draft, chosen.weights.quantization, KernelFormat())
-    assert draft.layers[0].out.bits == 8  # type: ignore[union-attr]
+    assert draft.layers[0].out.weight.bits == 8  # type: ignore[union-attr]

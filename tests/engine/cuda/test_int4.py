@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cuda import groupwise
-from paceline.engine.cuda.quantized import quantize_decoder
+from paceline.engine.linear import groupwise
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import rounding_group
-from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.llm import LLM
 from paceline.model.decoder import Decoder
 from paceline.model.layers import Dense
+from paceline.model.linear import expanded
 from paceline.model.shapes import shape, vary
 from paceline.model.weights import load_decoder, random_weights
 from paceline.text.synthetic import synthetic_tokenizer
@@ -36,19 +36,15 @@ def on_cpu(model: Decoder) -> list[list[int]]:
 
 def in_groups_of_32(name: str) -> Decoder:
     """A tiny shape with an MLP of 128 columns."""
-    spec = vary(shape(name), ffn=Dense(size=128))
+    spec = shape(name)
+    spec = vary(spec, ffn=Dense(size=128, activation=spec.layers[0].ffn.activation))
     return Decoder(spec, random_weights(spec, dtype="float32"), max_positions=192)
 
 
 def dequantized(model: Decoder) -> Decoder:
     """The same model with the values of its 4-bit weights in float32."""
-    for index, layer in enumerate(model.layers):
-        qkv, out, gate_up, down = (
-            one.dequantize() if isinstance(one, GroupwiseMatrix) else one
-            for one in (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)  # type: ignore[union-attr]
-        )
-        mlp = replace(layer.mlp, gate_up=gate_up, down=down)  # type: ignore[call-arg]
-        model.layers[index] = replace(layer, qkv=qkv, out=out, mlp=mlp)
+    for *_, linear in model.linears():
+        linear.weight = expanded(linear.weight, torch.float32)
     return model
 
 
@@ -62,7 +58,7 @@ def test_4_bit_checkpoints_give_the_tokens_of_the_dequantized_model(tmp_path: Pa
     )
     llm, device = on_kernels(name, model=kept, quantization="int4")
     with llm:
-        assert device.model.is_groupwise and not device.capabilities.weights
+        assert device.model.is_packed and not device.capabilities.weights
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
@@ -74,9 +70,11 @@ def test_a_4_bit_checkpoint_is_expanded_on_a_cpu(tmp_path: Path) -> None:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2"])
+@pytest.mark.parametrize(
+    "name", ["tiny-qwen3", "tiny-qwen2", "tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-olmo2", "tiny-granite"]
+)
 def test_rounded_models_give_the_tokens_of_the_dequantized_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With biases and QK-norms. Batches of more than two rows expand the weights."""
+    """With biases, QK-norms, norms behind blocks and GELU. Batches of more than two rows expand the weights."""
     monkeypatch.setattr(groupwise, "MAX_GROUPWISE_ROWS", 2)
     model = in_groups_of_32(name)
     quantize_decoder(model, "int4")
@@ -94,11 +92,9 @@ def test_rounding_takes_the_largest_group_that_divides_all_matrices() -> None:
         rounding_group(vary(shape("qwen3-14b"), ffn=Dense(size=17424)), INT4)
 
 
-def test_experts_and_other_norms_are_refused_by_name() -> None:
+def test_experts_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="quantization is 'int4' and the model has a mixture of experts"):
         plan_of(shape("tiny-qwen3-moe"), "cuda", quantization="int4")
-    with pytest.raises(ConfigError, match="quantization is 'int4' and norms are 'both'"):
-        plan_of(shape("tiny-gemma2"), "cuda", quantization="int4")
 
 
 def test_every_number_of_rows_has_a_tile() -> None:

@@ -19,9 +19,11 @@ from paceline.engine.cuda import graphs as cuda_graphs
 from paceline.engine.cuda import inputs as cuda_inputs
 from paceline.engine.cuda.graphs import GraphKey
 from paceline.engine.cuda.inputs import output_rows, output_sizes
-from paceline.engine.cuda.model import ForwardPass, LinearWeights
+from paceline.engine.cuda.layers import CudaMlp
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.tiles import SplitRule
+from paceline.engine.linear.dense import DenseLinear
+from paceline.engine.linear.stream import Projected, ResidualStream
 from paceline.kernels.decode_attention import NONE_SHARED, OWN_UNITS, SHARED_UNITS
 from paceline.kernels.layouts import EXTEND_UNIT_WORDS
 from tests.engine.cuda.interpreted import (
@@ -110,16 +112,18 @@ def test_the_last_layer_computes_only_the_output_tokens(monkeypatch: pytest.Monk
     """Of a chunk that is not its prompt's last, only keys and values are needed, and no hidden states. Output tokens
     are padded to the four rows of this executor, and tokens to the 32 of its largest batch."""
     rows: list[int] = []
-    add_linear = ForwardPass.add_linear
-
-    def watched(self: ForwardPass, weights: LinearWeights, source: torch.Tensor, *norm: torch.Tensor | None) -> None:
-        if weights is self.model.layers[-1].mlp.down:
-            rows.append(len(source))
-        add_linear(self, weights, source, *norm)
-
-    monkeypatch.setattr(ForwardPass, "add_linear", watched)
+    add = DenseLinear.add
     prompt = RNG.integers(3, 512, 40).tolist()
-    llm, _ = on_kernels("tiny-qwen3", overlap="off", chunk_tokens=16)
+    llm, device = on_kernels("tiny-qwen3", overlap="off", chunk_tokens=16)
+    block = device.model.layers[-1].block
+    assert isinstance(block, CudaMlp)
+
+    def watched(self: DenseLinear, source: Projected, stream: ResidualStream) -> None:
+        if self is block.down:
+            rows.append(len(stream))
+        add(self, source, stream)
+
+    monkeypatch.setattr(DenseLinear, "add", watched)
     once = replace(GREEDY, max_tokens=1)
     with llm:
         found = llm.generate([prompt], once)[0].token_ids

@@ -8,11 +8,19 @@ import pytest
 import torch
 
 from paceline.config import ConfigError
-from paceline.engine.cuda import quantized
-from paceline.engine.cuda.quantized import quantize_decoder, scaled_mm
+from paceline.engine.linear import fp8
+from paceline.engine.linear.adapted import Adapted
+from paceline.engine.linear.base import Place, Setting
+from paceline.engine.linear.formats import Linears
+from paceline.engine.linear.fp8 import scaled_mm
+from paceline.engine.linear.pack import quantize_decoder
+from paceline.engine.linear.stream import ResidualStream, StreamBuffers
+from paceline.kernels.linear import decode_tuning
 from paceline.kernels.quantize_rows import apply_scales, quantize_rows, quantize_rows_reference
 from paceline.kernels.quantized_linear import quantize_fp8
-from paceline.kernels.silu_mul import silu_mul_reference
+from paceline.kernels.silu_mul import gated_reference, silu_mul_reference
+from paceline.model.norm import weight_of
+from paceline.model.shapes import shape
 from tests.engine.cuda.interpreted import GREEDY, IN_BOUNDS, INTERPRETED, PROMPTS, decoder, on_kernels
 from tests.kernels.cases import poisoned, relative_error
 from tests.resolving import plan_of
@@ -20,19 +28,18 @@ from tests.resolving import plan_of
 pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 
-@pytest.mark.parametrize(
-    ("name", "rows"), [("tiny-qwen3", 3), ("tiny-qwen2", 3), ("tiny-qwen3", 20), ("tiny-qwen2", 20), ("tiny-qwen3", 26)]
-)
+@pytest.mark.parametrize("rows", [3, 20, 26])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-gemma2", "tiny-olmo2", "tiny-granite"])
 def test_a_forward_pass_is_that_of_dequantized_weights(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows with activations as they are, more with rounded ones, whose scales are applied by the reader of the
     output or, with still more rows, by the GEMM. Against torch, which rounds the same inputs."""
-    monkeypatch.setattr(quantized, "_MAX_UNSCALED_ROWS", 25)
+    monkeypatch.setattr(fp8, "_MAX_UNSCALED_ROWS", 25)
     fused = rows == 3
     model = decoder(name)
     quantize_decoder(model, "fp8")
     llm, device = on_kernels(name, quantization="fp8", max_batch_tokens=80)
     llm.close()
-    assert device.model.is_quantized and not device.capabilities.weights
+    assert device.model.is_packed and not device.capabilities.weights
     cuda, spec = device.model, model.spec
     matrices = spec.num_parameters - spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     # A byte and a scale per row instead of four bytes, and norms and biases as before.
@@ -45,12 +52,25 @@ def test_a_forward_pass_is_that_of_dequantized_weights(name: str, rows: int, mon
 
     found = cuda.forward(len(tokens), attend, fused=fused)
     x = model.embedding[tokens].clone()
+    mixer, gelu, eps = spec.layers[0].mixer, spec.layers[0].ffn.activation.kind == "gelu_tanh", spec.rms_eps
+
+    def added(out: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return out if norm is None else torch.nn.functional.rms_norm(out, (len(norm),), norm, eps)
+
     for layer in model.layers:
-        qkv = linear(x, layer.qkv, layer.qkv_bias, fused, norm=layer.attention_norm, eps=spec.rms_eps)
-        x = x + linear(torch.tanh(qkv[:, : spec.layers[0].mixer.q_size]), layer.out, None, fused)
-        gate_up = linear(x, layer.mlp.gate_up, None, fused, norm=layer.mlp_norm, eps=spec.rms_eps)
-        x = x + linear(gate_up, layer.mlp.down, None, fused, gated=True)
-    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm, spec.rms_eps)
+        attention_norm, mlp_norm = weight_of(layer.attention_norm), weight_of(layer.mlp_norm)
+        q = linear(x, layer.qkv.weight, layer.qkv.bias, fused, norm=attention_norm, eps=eps)[:, : mixer.q_size]
+        if mixer.qk_norm == "whole":
+            assert layer.qk_norm is not None
+            q = added(q, layer.qk_norm[: mixer.num_heads].flatten())
+        x = x + added(linear(torch.tanh(q), layer.out.weight, None, fused), weight_of(layer.attention_post_norm))
+        mlp = layer.dense
+        assert mlp is not None
+        gate_up = linear(x, mlp.gate_up.weight, None, fused, norm=mlp_norm, eps=eps)
+        if gelu:
+            gate_up = gated_reference(gate_up, gelu=True)
+        x = x + added(linear(gate_up, mlp.down.weight, None, fused, gated=not gelu), weight_of(layer.mlp_post_norm))
+    normed = torch.nn.functional.rms_norm(x, (spec.hidden_size,), model.norm.weight, spec.rms_eps)
     assert relative_error(found, normed) < 1e-4
 
 
@@ -70,6 +90,24 @@ def linear(
         values, scales = quantize_rows_reference(x, norm, eps, gated)
         x = values.float() * scales[:, None]
     return torch.nn.functional.linear(x, weight.dequantize(), bias)
+
+
+def test_adapters_are_added_before_the_activation_and_after_the_scales() -> None:
+    torch.manual_seed(3)
+    rows, spec = 5, shape("tiny-qwen3")
+    hidden = spec.hidden_size
+    matrix, norm, delta = quantize_fp8(torch.randn(2 * 48, hidden)), torch.rand(hidden) + 0.5, torch.randn(96, hidden)
+    setting = Setting(spec, torch.float32, torch.device("cpu"), rows, False, decode_tuning)
+    inner = Linears(setting, [matrix], rows).make(matrix, Place(gated=True, norm=norm))
+    adapted = Adapted(inner, lambda source, out: out.add_(source @ delta.T))
+    x, normed, partial = torch.randn(rows, hidden), torch.empty(rows, hidden), torch.empty(rows, hidden)
+    squares, ones = torch.empty(0, 1), torch.ones(hidden)
+    buffers = StreamBuffers(x, normed, partial, squares, ones, "pre", 1e-6, gelu=False, can_defer=True, group=None)
+    stream = ResidualStream(buffers, rows, fused=False, pdl=False, adapts=True, square_columns=0)
+    found = stream.activated(adapted.project(stream, torch.empty(rows, 96), torch.empty(rows, 48), defer=True))
+    wanted = torch.nn.functional.rms_norm(x, (hidden,), norm, 1e-6)
+    wide = linear(wanted, matrix, None, fused=False) + wanted @ delta.T
+    assert relative_error(found, silu_mul_reference(wide)) < 1e-5
 
 
 def test_requests_are_answered_with_fp8_weights_and_kv() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor
 
 from paceline.config import ConfigError, EngineConfig
 from paceline.engine.build.assemble import assemble
-from paceline.engine.cuda.model import CudaExperts, CudaModel
-from paceline.engine.cuda.quantized import quantize_decoder
+from paceline.engine.cuda.layers import CudaExperts
+from paceline.engine.cuda.model import CudaModel
+from paceline.engine.linear.pack import quantize_decoder
 from paceline.engine.precision import KernelFormat
 from paceline.llm import LLM
-from paceline.model.decoder import Decoder, MixtureOfExperts, scaled
+from paceline.model.decoder import Decoder, scaled
 from paceline.model.shapes import shape
 from paceline.parallel.threads import ThreadGroup
 from paceline.text.synthetic import synthetic_tokenizer
@@ -37,13 +37,9 @@ pytestmark = [*INTERPRETED, IN_BOUNDS]
 
 def dequantized(model: Decoder) -> Decoder:
     """With experts as they are in fewer bits, in the dtype of the model."""
-    layers: list[Any] = model.layers
-    for index, layer in enumerate(layers):
-        if isinstance(layer.mlp, MixtureOfExperts):
-            matrices: Any = {name: getattr(layer.mlp, name) for name in ("expert_gate_up", "expert_down")}
-            assert not any(isinstance(one, Tensor) for one in matrices.values())
-            mlp = replace(layer.mlp, **{name: one.dequantize() for name, one in matrices.items()})
-            layers[index] = replace(layer, mlp=mlp)
+    for mlp in model.mixtures:
+        assert not isinstance(mlp.expert_gate_up, Tensor) and not isinstance(mlp.expert_down, Tensor)
+        mlp.expert_gate_up, mlp.expert_down = mlp.expert_gate_up.dequantize(), mlp.expert_down.dequantize()
     return model
 
 
@@ -78,7 +74,7 @@ def test_a_forward_pass_is_that_of_dequantized_experts(
     if is_rank:
         model.group = ThreadGroup.of_size(1)[0]
     cuda = CudaModel(model, max_tokens=32, max_rows=4, tuning=small_tiles)
-    experts = [layer.mlp.routed for layer in cuda.layers if isinstance(layer.mlp, CudaExperts)]
+    experts = [layer.block.routed for layer in cuda.layers if isinstance(layer.block, CudaExperts)]
     assert len(experts) == len(spec.expert_layers) and not any(isinstance(one.down, Tensor) for one in experts)
     saved = cuda.saved_expert_bytes / spec.num_expert_parameters  # of four bytes
     # A chunk of MXFP4 has 128 columns, of which 64 or 96 are used here.
@@ -108,7 +104,7 @@ def test_requests_are_answered_with_rounded_experts() -> None:
     with llm:
         found = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
     assert found == on_cpu(dequantized(reference))
-    assert device.model.has_quantized_experts and not device.model.is_quantized and not device.capabilities.weights
+    assert device.model.is_packed and not device.capabilities.weights
 
 
 def test_columns_that_are_in_no_groups_are_refused() -> None:
@@ -116,4 +112,4 @@ def test_columns_that_are_in_no_groups_are_refused() -> None:
         plan_of(shape("tiny-gpt-oss"), "cuda", quantization="mxfp4")
     dense = decoder("tiny-qwen3")
     quantize_decoder(dense, "mxfp4")
-    assert isinstance(dense.layers[0].qkv, Tensor), "a draft model without experts stays as it is"
+    assert isinstance(dense.layers[0].qkv.weight, Tensor), "a draft model without experts stays as it is"

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.engine.cuda.quantized import operand_dtype
+from paceline.engine.linear.packed import operand_dtype
 from paceline.kernels.expert_tuning import ExpertTuning, tuning_of
-from paceline.kernels.expert_weights import ExpertMatrices
+from paceline.kernels.expert_weights import ExpertMatrices, Fp8Experts, Mxfp4Experts
 from paceline.kernels.experts import (
     ClampedSwiglu,
     ExpertWorkspace,
@@ -28,6 +28,7 @@ from paceline.kernels.rms_norm import rms_norm
 from paceline.kernels.route_experts import LiveRows, RoutedRows, RouterOptions, route, route_tiles
 from paceline.model.decoder import MixtureOfExperts
 from paceline.model.layers import Experts
+from paceline.model.linear import Matrix, expanded
 
 _MAX_PDL_ROWS = 1  # with more, or with quantized experts, a layer is slower with PDL (docs/log/experts.md)
 
@@ -95,12 +96,12 @@ class RoutedExperts:
         router = experts.router.mul_(norm)
         if experts.shared_gate is not None:
             router = torch.cat((router, experts.shared_gate.mul_(norm)))
-        gate_up: ExpertMatrices = experts.expert_gate_up
+        gate_up = expert_matrices(experts.expert_gate_up)
         is_quantized = not isinstance(gate_up, Tensor)
         return cls(
             router=router,
             gate_up=gate_up.mul_(norm) if isinstance(gate_up, Tensor) else gate_up,
-            down=experts.expert_down,
+            down=expert_matrices(experts.expert_down),
             buffers=buffers,
             counts=buffers.load_of(index),
             router_bias=experts.router_bias,
@@ -116,8 +117,8 @@ class RoutedExperts:
         self.router[:count].copy_(other.router).mul_(norm)
         if other.shared_gate is not None:
             self.router[count:].copy_(other.shared_gate).mul_(norm)
-        self.gate_up.copy_(other.expert_gate_up).mul_(norm)
-        self.down.copy_(other.expert_down)
+        self.gate_up.copy_(expanded(other.expert_gate_up, self.gate_up.dtype)).mul_(norm)
+        self.down.copy_(expanded(other.expert_down, self.down.dtype))
         for mine, theirs in (
             (self.router_bias, other.router_bias),
             (self.gate_up_bias, other.expert_gate_up_bias),
@@ -182,6 +183,11 @@ class RoutedExperts:
 
     def _uses_pdl(self, rows: int) -> bool:
         return rows <= _MAX_PDL_ROWS and self.norm is None
+
+
+def expert_matrices(weight: Matrix) -> ExpertMatrices:
+    assert isinstance(weight, Tensor | Fp8Experts | Mxfp4Experts), f"no kernel multiplies with {type(weight).__name__}"
+    return weight
 
 
 def tuned_sizes(buffers: ExpertBuffers, max_tokens: int) -> list[int]:
