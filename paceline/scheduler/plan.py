@@ -87,7 +87,7 @@ class Swap:
     fetch_hosts: Column
 
 
-class PageChanges(NamedTuple):
+class TableChanges(NamedTuple):
     """Entries of a page table that are written before a pass: table[slots[i], indices[i]] = pages[i], in order."""
 
     slots: Column
@@ -118,7 +118,7 @@ class Plan:
     samples: npt.NDArray[np.bool_]
     num_decodes: int
     joins: tuple[Join, ...]
-    page_changes: tuple[PageChanges, ...]  # by page table; all cache groups of pages have the same one
+    page_changes: tuple[TableChanges, ...]  # by page table; all cache groups of pages have the same one
     num_tokens: int
     num_context_tokens: int  # KV positions read, summed over rows
     sharing: Sharing | None = None
@@ -170,4 +170,4 @@ class Updates:
 
 
 NO_TOKENS: Column = np.empty(0, np.int32)
-NO_CHANGES = PageChanges(NO_TOKENS, NO_TOKENS, NO_TOKENS)
+NO_CHANGES = TableChanges(NO_TOKENS, NO_TOKENS, NO_TOKENS)

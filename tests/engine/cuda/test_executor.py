@@ -29,7 +29,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
-from paceline.scheduler.plan import NO_CHANGES, Join, PageChanges, Plan, Sharing, Swap
+from paceline.scheduler.plan import NO_CHANGES, Join, Plan, Sharing, Swap, TableChanges
 from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
@@ -462,7 +462,7 @@ WORD = np.array([1], np.int32)
     "changed",
     [
         {"joins": (Join.of(TrackedRequest(Request("b", np.arange(3))), 0),)},
-        {"page_changes": (PageChanges(WORD, WORD, WORD),)},
+        {"page_changes": (TableChanges(WORD, WORD, WORD),)},
         {"swap": Swap(WORD, WORD, WORD, WORD)},
         {"sharing": Sharing(9, np.array([0, 1], np.int32), np.array([0], np.int32))},
         {"slots": [2, 1]},
@@ -494,7 +494,7 @@ def test_whatever_changes_is_uploaded(changed: dict[str, Any]) -> None:
 def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
     packer = PlanPacker(4, 100, 8, max_tokens=100)
     state = SlotState.empty(4, 8, 2, 4, "cpu")
-    changes = PageChanges(*(np.array(values, np.int32) for values in ([1, 0, 1], [2, 2, 2], [7, 8, 9])))
+    changes = TableChanges(*(np.array(values, np.int32) for values in ([1, 0, 1], [2, 2, 2], [7, 8, 9])))
     apply_diff_reference(packer.pack(plan_of([1], [0], [1], page_changes=(changes,))).parts[0], state)
     assert state.page_table[:2, 2].tolist() == [8, 9]
 
