@@ -1,9 +1,9 @@
 """SharedPages: KV pages in memory that several processes map, so that one engine writes what another one reads.
 
 The memory is a file without a name: it is passed on as a file descriptor, and is gone with the last process that has
-it, also after kill -9. A page is [2 * layers, page size, KV heads, head size]; key and value of a layer follow each
-other. With tensor parallelism there is a file for every rank, with its KV heads of every page: a page is the parts of
-all ranks, one after the other.
+it, also after kill -9. A page has the cache groups of KV one after the other, each as [2 * layers, page size, KV heads,
+head size]; key and value of a layer follow each other. With tensor parallelism there is a file for every rank, with its
+KV heads of every page: a page is the parts of all ranks, one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-LAYOUT_VERSION = 3  # of a page, as above, and of the messages that carry pages
+LAYOUT_VERSION = 4  # of a page, as above, and of the messages that carry pages
 
 
 class PagePart:

@@ -206,7 +206,7 @@ class ScriptedExecutor(Executor):
             self._tokens[join.slot] = join.tokens.tolist()
             self._spaces[join.slot] = (join.namespace[:2], join.adapter_slot)
             self._ids[join.slot] = join.request_id
-        for slot, index, page in zip(plan.page_slots, plan.page_indices, plan.page_ids, strict=True):
+        for slot, index, page in zip(*plan.page_changes[0], strict=True):
             self._rows.setdefault(int(slot), {})[int(index)] = int(page)
         sampled: list[list[int]] = []
         num_drafts: list[int] = []  # by sampling row

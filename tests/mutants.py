@@ -32,6 +32,27 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "a request begins with the state of the slot's last owner",
+        "engine/cache_storage.py",
+        "                units[join.slot].zero_()\n",
+        "                pass\n",
+        ("tests/engine/test_cache_storage.py", "tests/engine/cpu/test_states.py"),
+    ),
+    Mutant(
+        "pages get the memory of states",
+        "engine/kv_sizing.py",
+        "    free -= states\n",
+        "",
+        ("tests/engine/test_build.py",),
+    ),
+    Mutant(
+        "a model with states has a prefix cache",
+        "engine/build/resolution.py",
+        '"prefix_cache": not spec.keeps_states',
+        '"prefix_cache": True',
+        ("tests/engine/test_resolution.py", "tests/engine/cpu/test_states.py"),
+    ),
+    Mutant(
         "a page that is evicted is not reported",
         "scheduler/prefix_tree.py",
         "            listener.removed(node, Medium.GPU)\n",
@@ -1100,7 +1121,7 @@ MUTANTS = [
     Mutant(
         "new pages of a decode batch that repeats are not uploaded",
         "engine/cuda/inputs.py",
-        "            or len(plan.page_slots)\n",
+        "            or len(plan.page_changes[0].slots)\n",
         "",
         ("tests/engine/cuda/test_executor.py",),
     ),

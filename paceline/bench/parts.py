@@ -116,7 +116,7 @@ def _chats(runner: BenchRunner, name: str, shift: int, overlap: str) -> None:
                 found["cached"] += output.num_cached_tokens
                 found["fetched"] += output.num_fetched_tokens
             if device is not None:
-                link_bytes += device.stats.fetched_pages * device.kv[:, 0].nbytes
+                link_bytes += device.stats.fetched_pages * sum(one[:, 0].nbytes for one in device.kv)
                 link_s += device.stats.fetch_s
             question = max(1, round(400 * runner.scale))
             prompts = [

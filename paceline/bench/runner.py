@@ -192,7 +192,7 @@ class BenchRunner:
             model.spec,
             model.dtype.itemsize,
             device.stats.saved_tokens if device else 0,
-            device.kv.dtype.itemsize if device else None,
+            device.kv_dtype.itemsize if device else None,
             device.model.saved_weight_bytes if device else 0,
             device.model.saved_expert_bytes if device else 0,
         )

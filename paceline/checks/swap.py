@@ -39,11 +39,11 @@ class _PageComparison:
 
     def _sums(self, pages: Tensor) -> Tensor:
         """One checksum per page, which depends on every bit and its position."""
-        kv = self._swap._kv
-        bits = kv[:, pages.long()].view(torch.int16 if kv.dtype.itemsize == 2 else torch.int32).long()
+        found = self._swap.kv.read(pages.long())
+        bits = found.view(torch.int16 if found.dtype.itemsize == 2 else torch.int32).long()
         if self._weights is None:
-            self._weights = 2 * torch.arange(len(bits) * bits.shape[2], device=kv.device).view(len(bits), 1, -1) + 1
-        return (bits * self._weights).sum((0, 2))
+            self._weights = 2 * torch.arange(bits.shape[1], device=bits.device) + 1
+        return (bits * self._weights).sum(1)
 
     @property
     def num_pages(self) -> int:

@@ -115,6 +115,9 @@ def _memory(found: Resolution) -> Iterator[str]:
     loading = sum(plan.loading_bytes for plan in found.plans)
     yield f"weights: {size(total)}" + (f", {size(loading)} while they are loaded" if loading > total else "")
     yield f"KV cache: {found.kv_bytes_per_token:,} bytes per token in {found.kv_dtype}"
+    states = found.scheduler.max_running * found.unit_bytes.state
+    if states:
+        yield f"states: {size(found.unit_bytes.state)} per running request"
     free = found.device.free_bytes
     if free is None:
         yield f"memory of {found.device.name} is not known: give --memory"
@@ -123,8 +126,9 @@ def _memory(found: Resolution) -> Iterator[str]:
     from paceline.engine.kv_sizing import CPU_KV_FRACTION
 
     share = found.config.kv_memory_fraction or (CPU_KV_FRACTION if found.device.kind == "cpu" else _KV_SHARE)
-    tokens = int((free * ranks - total) * share) // found.kv_bytes_per_token
     most = found.scheduler.max_running * found.scheduler.context_tokens
+    room, per_token = int((free * ranks - total - states) * share), found.kv_bytes_per_token
+    tokens = room // per_token if per_token else most
     yield (
         f"fits: {size(free * ranks)} are free, which leaves room for about {min(tokens, most):,} tokens of KV "
         f"(context of {found.scheduler.context_tokens:,}, {found.scheduler.max_running} running requests)"

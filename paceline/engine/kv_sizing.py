@@ -5,18 +5,31 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig
+from paceline.model.layers import Pool
 from paceline.model.spec import ModelSpec
 
 CPU_KV_FRACTION = 0.3  # of the free memory
 _MIN_TOKENS = 64  # a server with less KV cache than this cannot answer a useful request
 
 
+class UnitBytes(NamedTuple):
+    """Bytes of a unit of each pool, in the cache groups of all models that are in memory together."""
+
+    page: int  # 0: no layer keeps KV, so pages only count positions
+    state: int  # of one running request
+
+    @classmethod
+    def of(cls, page_size: int, models: Sequence[tuple[ModelSpec, int]]) -> UnitBytes:
+        """models: with the bytes of a number in their KV."""
+        return cls(*(sum(spec.unit_bytes(pool, size, page_size) for spec, size in models) for pool in Pool))
+
+
 def num_kv_pages(
     config: EngineConfig,
-    per_token: int,
+    units: UnitBytes,
     scheduler: SchedulerConfig,
     given: Mapping[str, Any],
     *,
@@ -26,18 +39,27 @@ def num_kv_pages(
 ) -> int:
     """Number of pages of the KV cache: `kv_tokens` or `num_pages` if given, else a fraction of the free memory.
 
-    pages = floor(min(free memory * kv_memory_fraction / per_token, max_contexts contexts) / page_size)
+    free = free memory - max_running * states of a request
+    pages = floor(min(free * kv_memory_fraction / KV of a token, max_contexts contexts) / page_size)
 
-    `per_token` is the KV of a token in bytes: 2 * layers * KV heads * head_dim * bytes, of a draft model too.
-    `given` are the scheduler options of the caller, `scheduler` the same with defaults; its number of pages is not
-    used. `free` defaults to the free main memory. The requests that run on a CPU never use more than 64 contexts of
-    full length.
+    The KV of a token has 2 * layers * KV heads * head_dim * bytes, of a draft model too; without any, there are pages
+    for all running requests at full length. `given` are the scheduler options of the caller, `scheduler` the same with
+    defaults; its number of pages is not used. `free` defaults to the free main memory. The requests that run on a CPU
+    never use more than 64 contexts of full length.
     """
     page_size, context_tokens = scheduler.page_size, scheduler.context_tokens
     free = free_memory() if free is None else free
+    states, per_token = scheduler.max_running * units.state, units.page // page_size
+    if states > free:
+        raise ConfigError(
+            f"max_running is {scheduler.max_running}: the states of so many requests take {_gib(states)} of memory, "
+            f"but only {_gib(free)} are free: lower it to {free // units.state} or less."
+        )
+    free -= states
     if (chosen := config.num_kv_pages(scheduler, given)) is not None:
-        most, need = free // (per_token * page_size), chosen * page_size * per_token
-        if chosen > most:
+        need = chosen * units.page
+        if need > free:
+            most = free // units.page
             name, value, limit = "num_pages", chosen, most
             if config.kv_tokens is not None:
                 name, value, limit = "kv_tokens", config.kv_tokens, most * page_size
@@ -46,6 +68,8 @@ def num_kv_pages(
                 f"{name} is {value}, which takes {_gib(need)} of memory, but only {_gib(free)} are free: {remedy}."
             )
         return chosen
+    if not per_token:
+        return scheduler.max_running * -(-context_tokens // page_size)
     fraction = default_fraction if config.kv_memory_fraction is None else config.kv_memory_fraction
     num_tokens = min(int(free * fraction) // per_token, max_contexts * context_tokens)
     num_pages = num_tokens // page_size

@@ -105,7 +105,7 @@ def read_features(plan: Plan, buckets: Sequence[int]) -> PassFeatures:
         prompt_pairs=int((lengths * starts + lengths * (lengths + 1) // 2).sum()),
         num_joins=len(plan.joins),
         join_tokens=sum(len(join.tokens) for join in plan.joins),
-        num_page_changes=len(plan.page_ids),
+        num_page_changes=sum(len(one.pages) for one in plan.page_changes),
         num_spilled_pages=0 if plan.swap is None else len(plan.swap.spill_pages),
         num_fetched_pages=0 if plan.swap is None else len(plan.swap.fetch_pages),
         num_drafts=plan.num_drafts,

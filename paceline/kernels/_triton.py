@@ -223,7 +223,7 @@ def pdl_launch_dependents():
 
 # Arguments that follow from the number of layers or pages, or from the context. Kernels gain nothing by knowing that
 # one is a multiple of 16, and which variants are needed would be known only when the size of the KV cache is.
-UNSPECIALIZED = ["pool_stride", "table_stride", "words_stride", "max_length", "num_pages", "num_parts"]
+UNSPECIALIZED = ["pool_stride", "table_stride", "words_stride", "max_length", "num_pages", "row_size"]
 UNSPECIALIZED += ["first_id", "num_ids"]
 UNSPECIALIZED += ["num_steps", "has_index"]  # 0 or 1: one binary for both
 LOG2_E = 1.4426950408889634  # attention computes its softmax in base 2

@@ -23,13 +23,13 @@ def place_pages_reference(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.T
 
 @launched
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _move_pages_kernel(kv, buffer, pages, num_pages, num_parts, page_size, OUT: tl.constexpr, BLOCK: tl.constexpr):
+def _move_pages_kernel(kv, buffer, pages, num_pages, row_size, page_size, OUT: tl.constexpr, BLOCK: tl.constexpr):
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = column < page_size
     page = tl.load(pages + index).to(tl.int64)
     scattered = kv + (part * num_pages + page) * page_size + column
-    whole = buffer + (index * num_parts + part) * page_size + column
+    whole = buffer + index * row_size + part * page_size + column
     if OUT:
         tl.store(whole, tl.load(scattered, mask=inside), mask=inside)
     else:
@@ -37,7 +37,8 @@ def _move_pages_kernel(kv, buffer, pages, num_pages, num_parts, page_size, OUT: 
 
 
 def collect_pages(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor) -> None:
-    """buffer [N, parts, E] = the pages [N] int32 of kv [parts, pages, E]. Both are contiguous."""
+    """buffer [N, parts, E] = the pages [N] int32 of kv [parts, pages, E]. Both are contiguous; a row of the buffer may
+    be a part of a longer one."""
     _move(kv, pages, buffer, out=True)
 
 
@@ -50,5 +51,5 @@ def _move(kv: torch.Tensor, pages: torch.Tensor, buffer: torch.Tensor, *, out: b
     parts, num_pages, size = kv.shape
     block = 2048
     _move_pages_kernel[(len(pages), parts, cdiv(size, block))](
-        kv, buffer, pages, num_pages, parts, size, OUT=out, BLOCK=block, num_warps=4
+        kv, buffer, pages, num_pages, buffer.stride(0), size, OUT=out, BLOCK=block, num_warps=4
     )

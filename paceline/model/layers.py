@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from paceline.model.errors import ModelError, require_at_least, require_choice, require_positive
 
@@ -20,6 +21,7 @@ ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
 NORM_PLACEMENTS = ("pre", "post", "both")
 QK_NORMS = ("none", "heads", "whole")
 ROUTERS = ("softmax", "sigmoid")
+STATE_ALIGN = 64  # bytes: a mixer can view its state in any type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +63,54 @@ class Rotation(NamedTuple):
     rotary_dim: int
 
 
+class Pool(Enum):
+    """Where the units of a cache group come from."""
+
+    PAGES = "pages"  # a unit is one page id's: the same id in all groups of this pool
+    SLOTS = "slots"  # a unit is one running request's: that of its slot
+
+
 @dataclass(frozen=True, slots=True)
 class PagedKv:
-    """What a layer keeps of every position: the cache group that it needs. Layers that need the same one can share
-    pages of a kind."""
+    """A layer keeps keys and values of every position, in pages that requests with a common prefix share."""
 
+    pool: ClassVar[Pool] = Pool.PAGES
     num_kv_heads: int
     head_dim: int  # of keys
     v_head_dim: int
     window: int | None  # later positions never read older ones; None: all are kept
 
+    @property
+    def group(self) -> PagedKv:
+        """What layers of one cache group have in common. Pages behind a window are kept, so it makes no difference."""
+        return replace(self, window=None)
+
     def num_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one position in one layer."""
         return self.num_kv_heads * (self.head_dim + self.v_head_dim) * dtype_bytes
+
+    def unit_bytes(self, dtype_bytes: int, page_size: int) -> int:
+        return page_size * self.num_bytes(dtype_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A layer keeps a fixed number of bytes of a running request, whatever its length; all zero at its beginning. They
+    belong to the last computed position: a request cannot resume at an earlier one, and none can share its prefix."""
+
+    pool: ClassVar[Pool] = Pool.SLOTS
+    name: str
+    num_bytes: int
+
+    @property
+    def group(self) -> State:
+        return self
+
+    def unit_bytes(self, dtype_bytes: int, page_size: int) -> int:
+        return -(-self.num_bytes // STATE_ALIGN) * STATE_ALIGN
+
+
+Cache = PagedKv | State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

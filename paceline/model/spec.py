@@ -14,9 +14,21 @@ from dataclasses import dataclass, fields, replace
 
 from paceline.model.errors import ModelError as ModelError
 from paceline.model.errors import require_at_least, require_choice, require_positive
-from paceline.model.layers import Dense, Experts, LayerSpec, PagedKv, Rotation
+from paceline.model.layers import Cache, Dense, Experts, LayerSpec, Pool, Rotation
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers that keep the same. A unit of the group has a part of each of them, one after the other."""
+
+    cache: Cache
+    layers: tuple[int, ...]
+
+    def unit_bytes(self, dtype_bytes: int, page_size: int) -> int:
+        """Bytes of a page, or of a request's state."""
+        return len(self.layers) * self.cache.unit_bytes(dtype_bytes, page_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +95,17 @@ class ModelSpec:
         return tuple(dict.fromkeys(one for one in found if one is not None))
 
     @property
-    def cache_groups(self) -> tuple[PagedKv, ...]:
-        """What layers keep of a position: the different kinds."""
-        return tuple(dict.fromkeys(layer.mixer.cache for layer in self.layers))
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """What the layers keep of a request, in the order of their first layers."""
+        layers: dict[Cache, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            layers.setdefault(layer.mixer.cache.group, []).append(index)
+        return tuple(CacheGroup(cache, tuple(indices)) for cache, indices in layers.items())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether a request can resume only where a state was saved, and not at every page."""
+        return any(group.cache.pool is Pool.SLOTS for group in self.cache_groups)
 
     @property
     def layer_macs(self) -> int:
@@ -105,8 +125,9 @@ class ModelSpec:
 
     @property
     def double_cost_context(self) -> int:
-        """Context at which the attention of a token takes as long as its GEMMs, which run at twice the speed."""
-        return max(1, self.layer_macs // (2 * self.position_macs))
+        """Context at which the attention of a token takes as long as its GEMMs, which run at twice the speed. It is
+        never reached without attention."""
+        return max(1, self.layer_macs // (2 * self.position_macs)) if self.position_macs else self.context_tokens
 
     @property
     def num_parameters(self) -> int:
@@ -148,6 +169,11 @@ class ModelSpec:
         """The same model with these of its layers."""
         return replace(self, layers=tuple(self.layers[index] for index in layers))
 
+    def unit_bytes(self, pool: Pool, dtype_bytes: int, page_size: int) -> int:
+        """Bytes that one unit of a pool takes in all cache groups: a page, or the states of a running request."""
+        groups = (group for group in self.cache_groups if group.cache.pool is pool)
+        return sum(group.unit_bytes(dtype_bytes, page_size) for group in groups)
+
     def kv_bytes_per_token(self, dtype_bytes: int) -> int:
         """Bytes of one position in the KV cache, over all layers."""
-        return sum(layer.mixer.cache.num_bytes(dtype_bytes) for layer in self.layers)
+        return self.unit_bytes(Pool.PAGES, dtype_bytes, 1)

@@ -8,6 +8,8 @@
 
 Evicted KV may be kept in host memory and fetched from there, and KV that another engine computed comes the same way:
 host_tier.py.
+A page id stands for a page in every cache group that keeps KV, and a slot for a state in every group that keeps states.
+A state begins with its slot. So of a model with states nothing comes from the tree: its prefix cache is off.
 A row reads tree pages up to `locked_nodes[request].depth` and private pages from there on. Freed pages may be given to
 a later pass although a pass in flight still writes them: passes run in order, so whatever that pass writes is
 overwritten before anything reads it. What a discarded row wrote is never inserted into the tree.

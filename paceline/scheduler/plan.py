@@ -7,6 +7,7 @@ A plan is a value. It holds no tensors, no live requests and nothing that change
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,8 @@ DRAFT_DEPTHS = (2, 4, 7)  # drafts per decode row that a pass can have besides n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:
-    """A request takes a slot in this pass. The executor first fills the slot's token row with `tokens`."""
+    """A request takes a slot in this pass. The executor first fills the slot's token row with `tokens`, and clears the
+    slot's unit of every cache group that has states."""
 
     slot: int
     request_id: str
@@ -85,6 +87,14 @@ class Swap:
     fetch_hosts: Column
 
 
+class TableChanges(NamedTuple):
+    """Entries of a page table that are written before a pass: table[slots[i], indices[i]] = pages[i], in order."""
+
+    slots: Column
+    indices: Column
+    pages: Column
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Rows are decodes first, then prefill chunks. The order of application is: swap, adapter loads, joins, page
@@ -108,9 +118,7 @@ class Plan:
     samples: npt.NDArray[np.bool_]
     num_decodes: int
     joins: tuple[Join, ...]
-    page_slots: Column  # page table entries to write before the pass: page_table[slot, index] = id
-    page_indices: Column
-    page_ids: Column
+    page_changes: tuple[TableChanges, ...]  # by page table; all cache groups of pages have the same one
     num_tokens: int
     num_context_tokens: int  # KV positions read, summed over rows
     sharing: Sharing | None = None
@@ -162,3 +170,4 @@ class Updates:
 
 
 NO_TOKENS: Column = np.empty(0, np.int32)
+NO_CHANGES = TableChanges(NO_TOKENS, NO_TOKENS, NO_TOKENS)

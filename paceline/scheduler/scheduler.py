@@ -478,7 +478,6 @@ class Scheduler:
         joins = self.admission.take_joins()
         for join in joins:
             self._limit_running_time(join.request_id)
-        page_slots, page_indices, page_ids = slots.take_changes()
         plan = Plan(
             step=self.step,
             slots=rows,
@@ -488,9 +487,7 @@ class Scheduler:
             samples=samples,
             num_decodes=num_decodes,
             joins=joins,
-            page_slots=page_slots,
-            page_indices=page_indices,
-            page_ids=page_ids,
+            page_changes=(slots.take_changes(),),
             num_tokens=num_decodes + num_drafts + sum(chunk.length for chunk in chunks),
             num_context_tokens=num_context,
             sharing=sharing,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from paceline.scheduler.page_pool import NO_PAGES, Pages
-from paceline.scheduler.plan import Column
+from paceline.scheduler.page_pool import Pages
+from paceline.scheduler.plan import NO_CHANGES, Column, TableChanges
 from paceline.scheduler.tracked_request import TrackedRequest
 
 
@@ -41,7 +41,7 @@ class Slots:
         # calloc: rows that are never used cost address space, not memory
         self.page_table: npt.NDArray[np.int32] = np.zeros((max_running, max_row_pages), np.int32)
         self._free = list(range(max_running - 1, -1, -1))
-        self._changes: list[tuple[Column, Column, Pages]] = []
+        self._changes: list[TableChanges] = []
 
     @property
     def num_free(self) -> int:
@@ -80,7 +80,7 @@ class Slots:
             end = start + len(pages)
             self.page_table[slot, start:end] = pages
             indices = np.arange(start, end, dtype=np.int32)
-            self._changes.append((np.full(len(pages), slot, np.int32), indices, pages))
+            self._changes.append(TableChanges(np.full(len(pages), slot, np.int32), indices, pages))
 
     def append_page_each(self, slots: Column, pages: Pages) -> None:
         """Adds pages[i] to slots[i]."""
@@ -88,14 +88,13 @@ class Slots:
         self.page_table[slots, indices] = pages
         self.num_pages[slots] = indices + 1
         self.capacity[slots] = (indices + 1) * self._page_size
-        self._changes.append((slots, indices, pages))
+        self._changes.append(TableChanges(slots, indices, pages))
 
-    def take_changes(self) -> tuple[Column, Column, Pages]:
-        """(slots, indices, pages) of all page table entries written since the last plan, in order."""
+    def take_changes(self) -> TableChanges:
+        """All page table entries written since the last plan, in order."""
         changes, self._changes = self._changes, []
         if not changes:
-            return NO_PAGES, NO_PAGES, NO_PAGES
+            return NO_CHANGES
         if len(changes) == 1:
             return changes[0]
-        slots, indices, pages = zip(*changes, strict=True)
-        return np.concatenate(slots), np.concatenate(indices), np.concatenate(pages)
+        return TableChanges(*map(np.concatenate, zip(*changes, strict=True)))

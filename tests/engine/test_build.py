@@ -13,13 +13,14 @@ import torch
 from paceline.config import ConfigError, EngineConfig, SchedulerConfig, split_options
 from paceline.engine import kv_sizing
 from paceline.engine.build import build_engine
-from paceline.engine.build.resolution import why_no_drafts
+from paceline.engine.build.resolution import scheduler_config, why_no_drafts
 from paceline.engine.engine import Engine
-from paceline.engine.kv_sizing import check_models_fit, num_kv_pages
+from paceline.engine.kv_sizing import UnitBytes, check_models_fit, num_kv_pages
 from paceline.llm import LLM
 from paceline.model.shapes import shape
 from paceline.model.spec import ModelError
 from paceline.request import Refused, SamplingParams
+from tests.moving_average import recurrent_spec
 
 RANDOM: dict[str, Any] = {"load": "random", "shape": "tiny-llama", "threads": 1}
 
@@ -130,16 +131,41 @@ def test_drafts_are_the_default_where_they_fit(options: dict[str, Any], drafts: 
 def test_kv_memory_follows_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = shape("smollm2-135m")
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**30)
-    per_token = 2 * 30 * 3 * 64 * 4
+    per_token, units = 2 * 30 * 3 * 64 * 4, UnitBytes.of(16, [(spec, 4)])
     config = SchedulerConfig(context_tokens=8192)
-    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), spec.kv_bytes_per_token(4), config, {})
+    pages = num_kv_pages(EngineConfig(kv_memory_fraction=0.5), units, config, {})
     assert pages == 2**29 // per_token // 16
-    assert num_kv_pages(EngineConfig(kv_tokens=1000), spec.kv_bytes_per_token(4), config, {}) == 62
+    assert num_kv_pages(EngineConfig(kv_tokens=1000), units, config, {}) == 62
     monkeypatch.setattr(kv_sizing, "free_memory", lambda: 2**20)
     with pytest.raises(ConfigError, match="choose a smaller model, free some memory, or raise kv_memory_fraction"):
-        num_kv_pages(EngineConfig(), spec.kv_bytes_per_token(4), config, {})
+        num_kv_pages(EngineConfig(), units, config, {})
     with pytest.raises(ConfigError, match=r"parameters take .*, but only .* of memory are free"):
         check_models_fit([spec], 4 * spec.num_parameters)
+
+
+def test_pages_have_the_memory_that_states_leave() -> None:
+    config = SchedulerConfig(context_tokens=1000, max_running=10)
+    half, page = EngineConfig(kv_memory_fraction=0.5), {"num_pages": 5}
+    assert num_kv_pages(half, UnitBytes(page=1600, state=3000), config, {}, free=30_000 + 320_000) == 100
+    assert num_kv_pages(half, UnitBytes(page=1600, state=3000), config, page, free=38_000) == 5
+    with pytest.raises(ConfigError, match=r"^num_pages is 5, which takes .* free: lower it to 4 or less"):
+        num_kv_pages(half, UnitBytes(page=1600, state=3000), config, page, free=37_999)
+    with pytest.raises(ConfigError, match=r"^max_running is 10: the states of so many .* lower it to 9 or less"):
+        num_kv_pages(half, UnitBytes(page=1600, state=3000), config, {}, free=29_999)
+
+
+def test_no_engine_is_built_with_a_prefix_cache_of_states() -> None:
+    with pytest.raises(ConfigError, match=r"^prefix_cache is True and the model has layers with a state, from which"):
+        scheduler_config(recurrent_spec(), {"prefix_cache": True}, "cpu")
+    assert not scheduler_config(recurrent_spec(), {}, "cpu").prefix_cache
+
+
+def test_pages_without_kv_cost_no_memory_and_are_enough_for_all_requests() -> None:
+    config = SchedulerConfig(context_tokens=1000, max_running=100)
+    units = UnitBytes.of(16, [(recurrent_spec(), 4)])
+    assert units == (0, 4 * 1024)
+    assert num_kv_pages(EngineConfig(), units, config, {}, free=100 * units.state) == 100 * 63
+    assert num_kv_pages(EngineConfig(), units, config, {"num_pages": 7}, free=100 * units.state) == 7
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 uses BLAS

@@ -150,7 +150,7 @@ class SlowReader:
         self.rows: dict[int, dict[int, int]] = {}
 
     def read(self, plan: Plan) -> PassFeatures:
-        for slot, index, page in np.stack([plan.page_slots, plan.page_indices, plan.page_ids], 1).tolist():
+        for slot, index, page in np.stack(plan.page_changes[0], 1).tolist():
             self.rows.setdefault(slot, {})[index] = page
         seen: set[int] = set()
         repeated = context = longest = before = pairs = new = 0
@@ -172,7 +172,7 @@ class SlowReader:
             bucket=0 if plan.num_rows > plan.num_decodes else min(b for b in BUCKETS if b >= plan.num_rows),
             context_tokens=context, repeated_tokens=repeated, longest_context=longest, prompt_context_tokens=before,
             prompt_pairs=pairs, num_joins=len(plan.joins), join_tokens=sum(len(join.tokens) for join in plan.joins),
-            num_page_changes=len(plan.page_ids),
+            num_page_changes=len(plan.page_changes[0].pages),
         )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from paceline.model.shapes import shape, vary
 from paceline.model.spec import ModelError, ModelSpec
 from paceline.model.weights_plan import Origin
 from paceline.weight_formats import FP8, GGUF, INT4, MXFP4, Q4, Q8, MatrixKind, WeightFormat
+from tests.moving_average import recurrent_spec
 
 GPU, HOST = replace(gpu_of_arch(90), free_bytes=100 << 30), DeviceFacts(CPU, free_bytes=100 << 30, num_threads=8)
 DENSE, LARGE, EXPERTS = shape("tiny-qwen3"), shape("qwen3-14b"), shape("qwen3-30b-a3b")
@@ -208,3 +209,51 @@ def test_every_choice_has_a_reason() -> None:
     assert "auto" not in (found.config.dtype, found.config.quantization)
     assert found.kv_bytes_per_token == LARGE.kv_bytes_per_token(2) and found.kv_dtype == "bfloat16"
     assert resolved(UnloadedModel(LARGE), kv_dtype="fp8_e4m3").kv_bytes_per_token == LARGE.kv_bytes_per_token(1)
+
+
+RECURRENT = UnloadedModel(recurrent_spec("qwen3-0.6b", 1, 2))
+
+
+def test_a_model_with_states_runs_without_the_prefix_cache_and_without_drafts() -> None:
+    for device in (HOST, GPU):
+        source = UnloadedModel(recurrent_spec()) if device is GPU else RECURRENT
+        found = resolved(source, device)
+        warnings = [(one.option, one.value, one.reason) for one in found.choices if one.is_warning]
+        reason = "the model has layers with a state, from which no earlier position can be resumed"
+        assert warnings == [("prefix_cache", "off", reason)] and not found.scheduler.prefix_cache
+        assert ("speculate", "off", reason) in [(one.option, one.value, one.reason) for one in found.choices]
+        assert not found.scheduler.draft_tokens and resolved(UnloadedModel(DENSE), device).scheduler.prefix_cache
+    given = resolve(RECURRENT, EngineConfig(), {"prefix_cache": False, "num_host_pages": 0}, HOST)
+    assert not given.scheduler.prefix_cache
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"prefix_cache": True}, "True"),
+        ({"role": "prefill"}, "'prefill'"),
+        ({"role": "decode"}, "'decode'"),
+        ({"speculate": "auto"}, "'auto'"),
+        ({"speculate": "ngram"}, "'ngram'"),
+        ({"host_kv_tokens": 4096}, "4096"),
+        ({"num_host_pages": 5}, "5"),
+    ],
+)
+def test_what_shares_or_sends_a_part_of_a_request_is_refused_with_states(options: dict[str, Any], value: str) -> None:
+    name, options = next(iter(options)), dict(options)
+    scheduler = {name: options.pop(name) for name in list(options) if name in ("prefix_cache", "num_host_pages")}
+    with pytest.raises(ConfigError, match=f"^{name} is {value} and the model has layers with a state, "):
+        resolve(RECURRENT, EngineConfig(**options), scheduler, HOST)
+
+
+def test_a_draft_model_with_states_is_refused() -> None:
+    config = EngineConfig(speculate="draft", draft_model="other")
+    with pytest.raises(ConfigError, match=r"^speculate is 'draft' and the model has layers with a state, from which"):
+        resolve(UnloadedModel(DENSE), config, {}, HOST, draft=RECURRENT)
+
+
+def test_memory_is_counted_by_the_units_of_every_group() -> None:
+    found, whole = resolved(RECURRENT, HOST), resolved(UnloadedModel(shape("qwen3-0.6b")), HOST)
+    layer = whole.kv_bytes_per_token // 28
+    assert found.unit_bytes == (26 * 16 * layer, 2 * 1024) and whole.unit_bytes == (28 * 16 * layer, 0)
+    assert found.kv_bytes_per_token == 26 * layer

@@ -309,7 +309,7 @@ def test_equal_layers_are_one_object_and_every_layer_needs_its_values() -> None:
     spec = shape("tiny-gemma2")
     assert spec.layers[0] is spec.layers[2] and spec.layers[1] is spec.layers[3]
     assert [layer.mixer.window for layer in spec.layers] == [32, None, 32, None]
-    assert [group.window for group in spec.cache_groups] == [32, None]
+    assert [group.layers for group in spec.cache_groups] == [(0, 1, 2, 3)], "windows share pages"
     with pytest.raises(ModelError, match=r"windows has 3 entries for 4 layers"):
         vary(spec, windows=(4, 4, 4))
 

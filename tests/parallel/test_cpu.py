@@ -178,7 +178,7 @@ def test_every_rank_has_the_whole_draft_model(size: int) -> None:
 def test_memory_is_counted_for_a_draft_model_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, weights = model("tiny-qwen3")
     found: list[int] = []
-    monkeypatch.setattr(executor, "num_kv_pages", lambda _, per_token, *__, **___: found.append(per_token) or 64)
+    monkeypatch.setattr(executor, "num_kv_pages", lambda _, units, *__, **___: found.append(units.page // 4) or 64)
     cpu_llm(spec, weights, 2, drafts=[whole_decoder(spec, weights) for _ in range(2)]).close()
     whole, part = (one.kv_bytes_per_token(4) for one in (spec, Shard(0, 2).spec(spec)))
     assert found == [part + whole] * 2 and part < whole

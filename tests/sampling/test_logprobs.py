@@ -16,7 +16,7 @@ from paceline.sampling.logprobs import (
     top_ids,
     without_nan,
 )
-from paceline.scheduler.plan import Join, Plan
+from paceline.scheduler.plan import NO_CHANGES, Join, Plan
 from paceline.scheduler.tracked_request import TrackedRequest
 
 ROWS = {
@@ -60,7 +60,6 @@ def table_of(*each: SamplingParams) -> LogprobTable:
 
 def plan_of(slots: list[int], samples: list[bool]) -> Plan:
     ones = np.ones(len(slots), np.int32)
-    none = np.empty(0, np.int32)
     return Plan(
         step=0,
         slots=np.array(slots, np.int32),
@@ -70,9 +69,7 @@ def plan_of(slots: list[int], samples: list[bool]) -> Plan:
         samples=np.array(samples),
         num_decodes=len(slots),
         joins=(),
-        page_slots=none,
-        page_indices=none,
-        page_ids=none,
+        page_changes=(NO_CHANGES,),
         num_tokens=len(slots),
         num_context_tokens=0,
     )

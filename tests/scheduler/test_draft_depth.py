@@ -10,7 +10,7 @@ import pytest
 
 from paceline.request import Grammar, SamplingParams
 from paceline.scheduler.draft_depth import MAX_ROWS, DraftDepth, NgramMatcher
-from paceline.scheduler.plan import NO_TOKENS, Plan
+from paceline.scheduler.plan import NO_CHANGES, Plan
 from paceline.scheduler.step_time import StepTime
 from tests.helpers import harness, request, tracked
 
@@ -24,7 +24,7 @@ MODEL = StepTime(base=0.01, per_prefill_token=0.0, per_decode=0.0, per_context_t
 def decode_batch(num_rows: int) -> Plan:
     """Only what the time of a pass depends on."""
     ones = np.ones(num_rows, np.int32)
-    return Plan(1, ones, ones, ones, ones, ones > 0, num_rows, (), NO_TOKENS, NO_TOKENS, NO_TOKENS, num_rows, 0)
+    return Plan(1, ones, ones, ones, ones, ones > 0, num_rows, (), (NO_CHANGES,), num_rows, 0)
 
 
 class Decoding:

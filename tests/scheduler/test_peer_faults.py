@@ -30,8 +30,8 @@ def test_the_remapped_row_is_in_the_plan_that_can_first_reuse_the_pages() -> Non
     subject.step()
     subject.step()
     survivor, other = (slot for slot in subject.executor.plans[0].slots.tolist())
-    plan = subject.executor.plans[1]
-    remapped = plan.page_ids[(plan.page_slots == other) & (plan.page_indices < 4)].tolist()
+    (changes,) = subject.executor.plans[1].page_changes
+    remapped = changes.pages[(changes.slots == other) & (changes.indices < 4)].tolist()
     assert remapped == subject.scheduler.memory.slots.row(survivor)[:4].tolist()
 
 

@@ -84,7 +84,7 @@ def assemble(
         device_text = f"cpu, {threads} thread{'s' if threads > 1 else ''}"
     else:
         device_text = device_name
-    kv_dtype = decoder.kv_dtype if on_gpu is None else on_gpu.kv.dtype
+    kv_dtype = decoder.kv_dtype if on_gpu is None else on_gpu.kv_dtype
     kv_bytes, size = kv_dtype.itemsize, decoder.shard.size
     info = ModelInfo(
         spec.family,

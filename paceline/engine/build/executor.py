@@ -14,9 +14,10 @@ from paceline.engine.build.resolution import scheduler_config as scheduler_confi
 from paceline.engine.cpu.build import build_cpu
 from paceline.engine.cpu.executor import CpuExecutor
 from paceline.engine.cpu.quantized_model import DecoderModel
-from paceline.engine.kv_sizing import check_host_fits, free_memory, num_kv_pages
+from paceline.engine.kv_sizing import UnitBytes, check_host_fits, free_memory, num_kv_pages
 from paceline.engine.precision import FP8_KV, Precision
 from paceline.model.decoder import Decoder
+from paceline.model.layers import Pool
 from paceline.model.layout import WHOLE_MODEL, Shard
 from paceline.model.spec import ModelSpec
 
@@ -72,8 +73,8 @@ def build_executor(
     page_size = scheduler_config.page_size
     if device == CPU:
         models = [one for one in (decoder, draft) if one is not None]
-        per_token = sum(one.spec.kv_bytes_per_token(one.kv_dtype.itemsize) for one in models)
-        num_pages = num_kv_pages(config, per_token, scheduler_config, given, free=free_memory() // size)
+        units = UnitBytes.of(page_size, [(one.spec, one.kv_dtype.itemsize) for one in models])
+        num_pages = num_kv_pages(config, units, scheduler_config, given, free=free_memory() // size)
         scheduler_options = {**given, "num_pages": agree(num_pages)}
     host = _host_options(config, scheduler_options, page_size, decoder, device, agree)
     scheduler_options = {**scheduler_options, **host}
@@ -111,7 +112,7 @@ def _host_options(
     """The scheduler's options for the host memory tier, if it is enabled. agree: as in `build_executor`."""
     count = config.num_host_pages(page_size, given)
     dtype_bytes = 1 if config.kv_dtype == FP8_KV else decoder.kv_dtype.itemsize
-    page_bytes = page_size * decoder.spec.kv_bytes_per_token(dtype_bytes)
+    page_bytes = decoder.spec.unit_bytes(Pool.PAGES, dtype_bytes, page_size)
     size = decoder.shard.num_ranks
     free = free_memory() // size - (0 if device == CUDA else given["num_pages"] * page_bytes)
     if not count and config.role == "decode":

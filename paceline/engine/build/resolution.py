@@ -22,7 +22,7 @@ from paceline.engine.build.weight_choice import (
     choose_weights,
     round_like,
 )
-from paceline.engine.kv_sizing import check_models_fit
+from paceline.engine.kv_sizing import UnitBytes, check_models_fit
 from paceline.engine.precision import FP8_KV, KernelFormat, Precision, check_arch
 from paceline.model.files import UnloadedModel
 from paceline.model.layout import Shard
@@ -72,10 +72,14 @@ class Resolution:
         return Precision.of(self.config, self.weights.dtype, tuple(KernelFormat.of(plan) for plan in self.plans))
 
     @property
-    def kv_bytes_per_token(self) -> int:
+    def unit_bytes(self) -> UnitBytes:
         """Over all ranks, where they divide the KV heads."""
         item_bytes = 1 if self.kv_dtype == FP8_KV else ITEM_BYTES[self.kv_dtype]
-        return sum(spec.kv_bytes_per_token(item_bytes) for spec in self.specs)
+        return UnitBytes.of(self.scheduler.page_size, [(spec, item_bytes) for spec in self.specs])
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return self.unit_bytes.page // self.scheduler.page_size
 
     def log_choices(self) -> None:
         """What takes more time or memory than the files suggest, and what differs from them."""
@@ -99,7 +103,11 @@ def resolve(
     config = _with_adapters(_with_threads(config, device), adapter_ranks, device)
     weights, choices = choose_weights(source, config, device, tp=config.tp)
     kv_dtype = _kv_dtype(config, device, weights)
-    given_options, drafts = resolve_drafts(config, scheduler_options, device.kind)
+    specs = [spec] if draft is None else [spec, draft.spec]
+    keeps_states = any(one.keeps_states for one in specs)
+    if keeps_states:
+        _check_states(config, scheduler_options)
+    given_options, drafts = resolve_drafts(config, scheduler_options, device.kind, keeps_states=keeps_states)
     resolved = replace(config, dtype=weights.dtype, quantization=weights.quantization, speculate=drafts.value)
     if device.kind == CUDA:
         check_arch(resolved, device.arch)
@@ -120,7 +128,6 @@ def resolve(
     num_bytes = weights.loading_bytes
     if draft_weights is not None:
         num_bytes += config.tp * draft_weights.loading_bytes  # every rank has all of it
-    specs = [spec] if draft is None else [spec, draft.spec]
     if device.free_bytes is not None:
         check_models_fit(specs, num_bytes, free=device.free_bytes * (config.num_ranks if device.kind == CUDA else 1))
     found = [
@@ -134,6 +141,8 @@ def resolve(
         ),
         drafts,
     ]
+    if keeps_states:
+        found.append(OptionChoice("prefix_cache", "off", f"the model {_KEEPS_STATES}", is_warning=True))
     if config.num_ranks > 1:
         found.append(
             OptionChoice("collectives", backend(config, device.kind), f"{config.num_ranks} ranks on {device.kind}")
@@ -152,6 +161,7 @@ def resolve(
     )
 
 
+_KEEPS_STATES = "has layers with a state, from which no earlier position can be resumed"
 _KV_REASONS = {FP8_KV: "as given", "bfloat16": "half the memory, beside weights in 4 or 8 bits on a CPU"}
 
 
@@ -193,6 +203,19 @@ def _check_gpu(*sources: UnloadedModel | None) -> None:
             check_supported(source.spec)
 
 
+def _check_states(config: EngineConfig, given: Mapping[str, object]) -> None:
+    """Raises for options that resume or send a part of a request; `scheduler_config` does for the prefix cache."""
+    used = {
+        "role": config.role != "both" and config.role,
+        "speculate": config.speculate not in (None, "off") and config.speculate,
+        "host_kv_tokens": config.host_kv_tokens,
+        "num_host_pages": given.get("num_host_pages", 0),
+    }
+    for name, value in used.items():
+        if value:
+            raise ConfigError(f"{name} is {value!r} and the model {_KEEPS_STATES}: leave it out.")
+
+
 def _check_ranks(config: EngineConfig, spec: ModelSpec, device: DeviceFacts) -> None:
     """Raises if the model cannot be divided, or the GPUs do not suffice."""
     Shard(0, config.tp, 0, config.pp).spec(spec)
@@ -214,7 +237,11 @@ def backend(config: EngineConfig, device_kind: str) -> str:
 
 def scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device_kind: str) -> SchedulerConfig:
     """The given options on top of the defaults for this device and model."""
-    model = {"context_tokens": spec.context_tokens, "chunk_context": spec.double_cost_context}
+    model = {
+        "context_tokens": spec.context_tokens,
+        "chunk_context": spec.double_cost_context,
+        "prefix_cache": not spec.keeps_states,
+    }
     options = {"num_pages": MAX_PAGES, **DEFAULTS[device_kind], **model, **given}  # not given: known with the executor
     # A decode batch of all running requests must fit into a step: the option that was not given is adjusted.
     row_tokens = 1 + options.get("draft_tokens", 0)
@@ -223,6 +250,8 @@ def scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device_kind: str
     elif "max_running" not in given and isinstance(options["max_batch_tokens"], int):
         options["max_running"] = max(1, min(options["max_running"], options["max_batch_tokens"] // row_tokens))
     config = SchedulerConfig(**options)
+    if config.prefix_cache and spec.keeps_states:
+        raise ConfigError(f"prefix_cache is True and the model {_KEEPS_STATES}: leave it out.")
     if config.context_tokens > spec.context_tokens:
         raise ConfigError(
             f"context_tokens is {config.context_tokens}, more than the model's {spec.context_tokens}: lower it or "
@@ -232,13 +261,13 @@ def scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device_kind: str
 
 
 def resolve_drafts(
-    config: EngineConfig, given: Mapping[str, Any], device_kind: str
+    config: EngineConfig, given: Mapping[str, Any], device_kind: str, *, keeps_states: bool = False
 ) -> tuple[dict[str, Any], OptionChoice]:
     """The scheduler's options, with those that follow from `speculate`, and what that is."""
     reason = "as given"
     speculate = config.speculate
     if speculate is None:
-        missing = why_no_drafts(config, given, device_kind)
+        missing = f"the model {_KEEPS_STATES}" if keeps_states else why_no_drafts(config, given, device_kind)
         speculate, reason = ("auto", "there is room for drafts") if missing is None else ("off", missing)
     options = dict(given)
     if speculate != "off":

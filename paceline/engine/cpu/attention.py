@@ -14,7 +14,7 @@ softmax, so theirs is written out, one KV head after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from paceline.engine.cpu.kv_cache import KVCache
 from paceline.model.decoder import Attend, soft_cap
 from paceline.model.layers import Attention
 from paceline.model.spec import ModelSpec
+from paceline.model.state_rows import StateRows
 
 # Fewest shared positions and rows for which a separate shared part pays off: below that one padded call is faster.
 SHARED_TOKENS = 64
@@ -50,11 +51,13 @@ class CpuAttention:
 
     def __init__(self, cache: KVCache, spec: ModelSpec) -> None:
         self._cache = cache
-        mixers = [layer.mixer for layer in spec.layers]
+        mixers = [(index, layer.mixer) for index, layer in enumerate(spec.layers)]
         # Layers that are equal in these, and in what their window hides, read the cache in the same way.
-        self._layers = [
-            (one, (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.score_cap)) for one in mixers
-        ]
+        self._layers = {
+            index: (one, (one.num_heads, one.num_kv_heads, one.head_dim, one.scale, one.score_cap))
+            for index, one in mixers
+            if isinstance(one, Attention)
+        }
 
     def begin(self, inputs: Inputs) -> Attend:
         return _BatchAttention(self._cache, self._layers, inputs)
@@ -63,15 +66,17 @@ class CpuAttention:
 class _BatchAttention:
     """`Attend` for one batch: writes keys and values, then attends group by group."""
 
-    def __init__(self, cache: KVCache, layers: Sequence[tuple[Attention, Hashable]], inputs: Inputs) -> None:
+    def __init__(self, cache: KVCache, layers: Mapping[int, tuple[Attention, Hashable]], inputs: Inputs) -> None:
         self._cache = cache
         self._kv_indices = torch.from_numpy(inputs.kv_indices)
         self._stale = torch.from_numpy(_stale_indices(inputs, cache.page_size))
         self._num_tokens = len(inputs.tokens)
+        self._slots, offsets = torch.from_numpy(inputs.slots), np.append(inputs.offsets, self._num_tokens)
+        self._offsets = torch.from_numpy(offsets)
         longest = int((inputs.starts + inputs.lengths).max())
         groups: dict[tuple[Hashable, int | None], list[_RowGroup]] = {}
-        self._layers: list[list[_RowGroup]] = []
-        for mixer, kind in layers:
+        self._layers: dict[int, list[_RowGroup]] = {}
+        for index, (mixer, kind) in layers.items():
             # A window of the whole context hides nothing yet.
             window = mixer.window if mixer.window is not None and longest > mixer.window else None
             found = groups.get((kind, window))
@@ -80,7 +85,11 @@ class _BatchAttention:
                 found = groups[kind, window] = [
                     make(cache, mixer, inputs, rows, shared, window) for rows, shared in _split(inputs, cache.page_size)
                 ]
-            self._layers.append(found)
+            self._layers[index] = found
+
+    def state(self, layer: int) -> StateRows:
+        """Of a layer that has a state instead of attention."""
+        return StateRows(self._cache.states[layer], self._slots, self._offsets)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         self._cache.keys[layer].index_copy_(0, self._kv_indices, k)
@@ -227,7 +236,7 @@ class _FullGroup:
             self._own = _Reader.of(cache, pages[:, : -(-longest // size)], longest)
             if (own < longest).any():
                 visible = torch.from_numpy(np.arange(longest) < own[:, None])[:, None, None, :]
-                self._mask = torch.zeros(visible.shape, dtype=cache.keys[0].dtype).masked_fill_(~visible, -torch.inf)
+                self._mask = torch.zeros(visible.shape, dtype=cache.dtype).masked_fill_(~visible, -torch.inf)
                 if (own == 0).any():
                     self._absent = torch.from_numpy(own == 0)[:, None, None]
 
@@ -285,7 +294,7 @@ class _MaskedGroup:
         hidden = key > query
         if window is not None:
             hidden |= key <= query - window
-        self._mask = torch.zeros(hidden.shape, dtype=cache.keys[0].dtype).masked_fill_(hidden, -torch.inf)
+        self._mask = torch.zeros(hidden.shape, dtype=cache.dtype).masked_fill_(hidden, -torch.inf)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         heads = q.reshape(self.num_rows, self.length, -1, q.shape[-1])

@@ -88,7 +88,9 @@ class CpuModelRunner:
     ) -> None:
         spec = decoder.spec
         self.decoder = decoder
-        self.cache = KVCache(spec, num_pages, page_size, decoder.kv_dtype, num_host_pages, share_host=share_host)
+        self.cache = KVCache(
+            spec, num_pages, page_size, decoder.kv_dtype, num_host_pages, num_slots=max_running, share_host=share_host
+        )
         self.attention = attention_for(decoder, self.cache)
         self.tables = SlotTables(max_running, max_row_tokens, page_size)
         self.adapters = ResidentAdapters(max_running)
@@ -117,8 +119,7 @@ class CpuModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
-        if plan.swap is not None:
-            self.cache.swap(plan.swap)
+        self.cache.apply(plan)
         for join in plan.joins:
             self.sampler.join(join)
             self._logprobs.join(join)

@@ -24,6 +24,7 @@ class Inputs:
     positions: Index  # [T]: where each token is in its row, and so in the KV cache
     rope_positions: Index  # [T]: what each token is rotated by; of text the same array
     kv_indices: Index  # [T]: index in the KV cache that each token's keys and values are written to
+    slots: Index  # [rows]
     starts: Index  # [rows]
     lengths: Index  # [rows]
     offsets: Index  # [rows]: the first token of each row
@@ -50,8 +51,9 @@ class SlotTables:
         for join in plan.joins:
             self.tokens[join.slot, : len(join.tokens)] = join.tokens
             self.prompts[join.slot] = join.num_prompt_tokens
-        if len(plan.page_slots):
-            self.pages[plan.page_slots, plan.page_indices] = plan.page_ids
+        (changes,) = plan.page_changes
+        if len(changes.slots):
+            self.pages[changes.slots, changes.indices] = changes.pages
 
     def store_tokens(self, slots: Column, positions: Column, tokens: Column) -> None:
         self.tokens[slots, positions] = tokens
@@ -94,6 +96,7 @@ class SlotTables:
             positions=positions,
             rope_positions=positions,
             kv_indices=self.pages[token_slots, positions // size].astype(np.int64) * size + positions % size,
+            slots=slots,
             starts=starts,
             lengths=lengths,
             offsets=offsets,

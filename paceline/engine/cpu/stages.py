@@ -38,7 +38,9 @@ class StageRunner:
         num_host_pages: int = 0,
     ) -> None:
         self.decoder, self.pipe = decoder, pipe
-        self.cache = KVCache(decoder.spec, num_pages, page_size, decoder.kv_dtype, num_host_pages)
+        self.cache = KVCache(
+            decoder.spec, num_pages, page_size, decoder.kv_dtype, num_host_pages, num_slots=max_running
+        )
         self._attention = CpuAttention(self.cache, decoder.spec)
         self._tables = SlotTables(max_running, max_row_tokens, page_size)
         self.adapters = ResidentAdapters(max_running)
@@ -51,8 +53,7 @@ class StageRunner:
     @torch.inference_mode()
     def run(self, plan: Plan, host: MaskSource | None) -> Result:
         """The result is empty: that of the pass comes from the last stage."""
-        if plan.swap is not None:
-            self.cache.swap(plan.swap)
+        self.cache.apply(plan)
         self._tables.apply(plan)
         self.adapters.apply(plan, self.decoder)
         if self.late_tokens is not None:

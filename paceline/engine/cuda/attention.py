@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import ConfigError
+from paceline.engine.cache_storage import CacheStorage
 from paceline.engine.cuda.model import AttentionKernels, CudaModel
 from paceline.engine.cuda.sharing import SHARED_ALIGN, SHARED_CHUNKS
 from paceline.engine.cuda.streams import Streams
@@ -134,19 +135,22 @@ class CudaAttention:
         target: for a draft model, the attention of the target model, for whose heads prefill tiles are made."""
         mixer, device, max_rows = model.mixer, model.device, len(state.row_slots)
         num_layers, kv, group = model.spec.num_layers, mixer.cache, mixer.num_heads // mixer.num_kv_heads
+        num_slots, dtype = len(state.token_pool), FP8 if fp8_kv else model.dtype
         self._model, self._streams, self._state = model, streams, state
         self._chunks, self._tuning = choices.chunks, choices.fp8_tuning if fp8_kv else choices.tuning
         # The interpreter runs programs one after the other, and idle ones cost as much as others.
         self._num_programs = 2 if device.type == "cpu" else None
-        # One tensor for keys and values of all layers, so that one kernel can copy all blocks of a page.
-        shape = (2 * num_layers, num_pages, page_size, kv.num_kv_heads, kv.head_dim)
-        self.kv = torch.zeros(shape, dtype=FP8 if fp8_kv else model.dtype, device=device)
+
+        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.cache = CacheStorage(model.spec, num_pages, page_size, num_slots, dtype, zeros)
         # Of an FP8 cache; graphs have the address. Set before the first pass, if the model needs others (kv_scales.py).
         self.scales: Tensor | None = None
         if fp8_kv:  # padded, so that the scales of every layer begin at a multiple of 16 bytes
             padded = torch.ones(num_layers, cdiv(2 * kv.num_kv_heads, 4) * 4, device=device)
             self.scales = torch.unflatten(padded[:, : 2 * kv.num_kv_heads], 1, (2, kv.num_kv_heads))
-        self.caches = [(self.kv[2 * layer], self.kv[2 * layer + 1]) for layer in range(num_layers)]
+        self.caches = {layer: (kv[0], kv[1]) for layer, kv in self.cache.kv.items()}
         self._page_size, self._group = page_size, group
         # Layers with a sliding window share no KV reads: only the units of the others need buffers for sharing.
         self.units = {

@@ -20,7 +20,7 @@ from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
 from paceline.engine.cuda.swap import buffer_bytes
-from paceline.engine.kv_sizing import num_kv_pages
+from paceline.engine.kv_sizing import UnitBytes, num_kv_pages
 from paceline.engine.linear.pack import keep_expanded, quantize_decoder
 from paceline.engine.precision import FP8_KV, Precision
 from paceline.kernels._triton import HAS_TRITON
@@ -29,6 +29,7 @@ from paceline.kernels.groupwise_linear import GroupwiseMatrix
 from paceline.kernels.layouts import adjust_words
 from paceline.kernels.linear import GemmTuning, decode_tuning
 from paceline.model.decoder import Decoder
+from paceline.model.layers import Pool
 from paceline.model.spec import ModelSpec
 
 _KV_FRACTION = 0.9  # the rest is left to the CUDA context's modules, graphs and cuBLAS
@@ -49,7 +50,7 @@ def check_cuda() -> None:
 
 def host_page_cost(spec: ModelSpec, dtype_bytes: int, page_size: int) -> float:
     """Prompt tokens that a GPU computes in the time that copying a page from host memory takes."""
-    seconds = page_size * spec.kv_bytes_per_token(dtype_bytes) / _LINK_RATE
+    seconds = spec.unit_bytes(Pool.PAGES, dtype_bytes, page_size) / _LINK_RATE
     return round(seconds * _PREFILL_RATE / (2 * spec.num_active_parameters), 3)
 
 
@@ -73,7 +74,7 @@ def build_cuda(
     precision = Precision.of(config, str(decoder.dtype).removeprefix("torch."))
     page_size, context = scheduler.page_size, scheduler.context_tokens
     decoders = [one for one in (decoder, draft) if one is not None]
-    kv_bytes = sum(one.spec.kv_bytes_per_token(precision.kv_bytes(one.dtype)) for one in decoders)
+    units = UnitBytes.of(page_size, [(one.spec, precision.kv_bytes(one.dtype)) for one in decoders])
     max_rows = scheduler.max_running
     if scheduler.draft_tokens:
         max_rows = min(max(max_rows, _DRAFT_ROWS), max_rows * (1 + scheduler.draft_tokens))
@@ -81,7 +82,7 @@ def build_cuda(
         if precision.quantization != "none":
             quantize_decoder(one, precision.quantization)
         if isinstance(one.layers[0].qkv.weight, GroupwiseMatrix) and given is not None:
-            wanted = (config.num_kv_pages(scheduler, given) or 0) * page_size * kv_bytes
+            wanted = (config.num_kv_pages(scheduler, given) or 0) * units.page + scheduler.max_running * units.state
             keep_expanded(one, streams.free_memory() - wanted)
     models = [
         CudaModel(
@@ -99,7 +100,7 @@ def build_cuda(
         free = streams.free_memory() - sum(used)
         num_pages = num_kv_pages(
             config,
-            kv_bytes,
+            units,
             scheduler,
             given,
             free=max(free, 0),
@@ -146,7 +147,7 @@ def _workspace_bytes(
     partials += max_partials * extend_tuning(mixer.head_dim).block_m * (mixer.head_dim + 1)
     tables = rows * context * (3 if scheduler.draft_tokens else 2)
     adjustments, masks = rows * adjust_words(context + 1), mask_words(model.max_rows, spec.vocab_size)
-    page_bytes = scheduler.page_size * spec.kv_bytes_per_token(precision.kv_bytes(model.dtype))
+    page_bytes = spec.unit_bytes(Pool.PAGES, precision.kv_bytes(model.dtype), scheduler.page_size)
     copies = scheduler.num_host_pages or config.role == "prefill"
     buffers = buffer_bytes(scheduler.max_swap_pages, page_bytes) if copies else 0
     queries = scheduler.max_batch_tokens * mixer.q_size * model.dtype.itemsize

@@ -247,7 +247,7 @@ class CudaExecutor(Executor):
             max_drafts=max_drafts,
             fp8_kv=fp8_kv,
         )
-        self.kv = self.attention.kv
+        self.kv = self.attention.cache.paged
         self.swap = None
         if num_host_pages or role == "prefill":
             self.swap = CudaSwap(streams, self.kv, num_host_pages, max_swap_pages, share_host=role == "decode")
@@ -400,6 +400,10 @@ class CudaExecutor(Executor):
             yield self.draft_model.model, self.draft_model.attention
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.attention.cache.dtype
+
+    @property
     def kv_scales(self) -> str:
         """A digest of the scales of an FP8 cache; empty for other caches."""
         return "" if self.attention.scales is None else scales_digest(self.attention.scales)
@@ -508,6 +512,7 @@ class CudaExecutor(Executor):
             if plan.swap is not None:
                 self._swap_pages(plan.swap, buffers, packed)  # before `began`: it may wait for the host link
             buffers.began.record(streams.engine)
+            self.attention.cache.begin(plan.joins)
             for load in plan.adapter_loads:
                 assert self.model.lora is not None, "a plan loads an adapter, and the model has no memory for any"
                 self.model.lora.load(load.slot, load.adapter)
@@ -744,7 +749,7 @@ class CudaExecutor(Executor):
             self.wait_event(self._last_end)
         self.streams.synchronize()
         for attention in [self.attention, *([] if self.draft_model is None else [self.draft_model.attention])]:
-            attention.kv.untyped_storage().resize_(0)
+            attention.cache.free()
         self.streams.free_memory()
 
     def _swap_pages(self, swap: Swap, buffers: PassBuffers, packed: PackedBatch) -> None:

@@ -220,7 +220,7 @@ class PlanPacker:
         has advanced the rows on the device."""
         return not (
             plan.joins
-            or len(plan.page_slots)
+            or len(plan.page_changes[0].slots)
             or self._token_runs
             or plan.swap is not None
             or plan.num_decodes != len(self._rows)
@@ -351,7 +351,7 @@ class PlanPacker:
         else:
             self._rows = plan.slots
         return pack_diff(
-            *_last_written(plan.page_slots, plan.page_indices, plan.page_ids),
+            *_last_written(*plan.page_changes[0]),
             start_slots=plan.slots[stale],
             start_positions=plan.starts[stale],
             join_slots=np.array([join.slot for join in joins], np.int32),

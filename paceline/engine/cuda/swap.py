@@ -22,13 +22,14 @@ Each direction alternates between two buffers. The order between the directions:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from paceline.config import ConfigError
+from paceline.engine.cache_storage import WholePages
 from paceline.engine.cuda.streams import CudaEvent, Streams
 from paceline.kernels.move_pages import collect_pages, place_pages
 from paceline.scheduler.plan import Column
@@ -47,17 +48,17 @@ def buffer_bytes(max_pages: int, page_bytes: int) -> int:
 
 class CudaSwap:
     def __init__(
-        self, streams: Streams, kv: Tensor, num_host_pages: int, max_pages: int, *, share_host: bool = False
+        self, streams: Streams, kv: Sequence[Tensor], num_host_pages: int, max_pages: int, *, share_host: bool = False
     ) -> None:
-        """`kv` [parts, pages, ...] is the whole KV cache; one pass spills, and fetches, at most `max_pages`.
+        """`kv` has the pages of every group [blocks, pages, ...]; one pass spills, and fetches, at most `max_pages`.
         share_host: other processes may write the host pages."""
         self._streams = streams
-        self._kv = kv.flatten(2)
-        parts, _, size = self._kv.shape
+        self.kv = WholePages(kv)
+        self._dtype, self._device, size = kv[0].dtype, kv[0].device, self.kv.num_elements
         self._out, self._in = (
-            [torch.empty(max_pages, parts, size, dtype=kv.dtype, device=kv.device) for _ in range(2)] for _ in range(2)
+            [torch.empty(max_pages, size, dtype=self._dtype, device=self._device) for _ in range(2)] for _ in range(2)
         )
-        page_bytes = parts * size * kv.dtype.itemsize
+        page_bytes = size * self._dtype.itemsize
         self._per_block = max(1, _BLOCK_BYTES // page_bytes)
         self.host = SharedPages.create(num_host_pages, page_bytes) if share_host else None
         try:
@@ -68,8 +69,8 @@ class CudaSwap:
             else:
                 self._blocks = [
                     streams.pinned(min(self._per_block, num_host_pages - first) * page_bytes // 4)
-                    .view(kv.dtype)
-                    .view(-1, parts, size)
+                    .view(self._dtype)
+                    .view(-1, size)
                     for first in range(0, num_host_pages, self._per_block)
                 ]
         except RuntimeError as error:
@@ -86,9 +87,10 @@ class CudaSwap:
 
     def warm_up(self) -> None:
         """Compiles the kernels: copies a page out and back."""
-        page = torch.zeros(1, dtype=torch.int32, device=self._kv.device)
-        for move in (collect_pages, place_pages):
-            move(self._kv, page, self._out[0][:1])
+        page = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for kv, part in self.kv.parts(self._out[0][:1]):
+            collect_pages(kv, page, part)
+            place_pages(kv, page, part)
 
     def spill(self, pages: Tensor, hosts: Column) -> None:
         """Copies device pages [N] to host pages. Called with the engine stream as the current stream."""
@@ -106,7 +108,7 @@ class CudaSwap:
             staged.numpy()[:] = ids
             borders = [0, *(np.flatnonzero(np.diff(hosts) != 1) + 1).tolist(), len(hosts)]
             runs = [(into[hosts[first] : hosts[end - 1] + 1], first, end) for first, end in itertools.pairwise(borders)]
-            self._copy_out(staged.to(self._kv.device, non_blocking=True), runs, len(ids))
+            self._copy_out(staged.to(self._device, non_blocking=True), runs, len(ids))
             ends.append(self._streams.event())
             ends[-1].record(self._streams.spill)
         return ends
@@ -123,7 +125,8 @@ class CudaSwap:
         buffer, collected = self._out[number % 2][:count], self._collected[number % 2]
         if number >= 2:
             self._copied[(number - 2) % _RECENT].wait(streams.engine)  # it read this buffer
-        collect_pages(self._kv, pages, buffer)
+        for kv, part in self.kv.parts(buffer):
+            collect_pages(kv, pages, part)
         collected.record(streams.engine)
         with streams.use(streams.spill):
             collected.wait(streams.spill)
@@ -148,7 +151,8 @@ class CudaSwap:
                 buffer[first:end].copy_(host, non_blocking=True)
             arrived.record(streams.fetch)
         arrived.wait(streams.engine)
-        place_pages(self._kv, pages, buffer)
+        for kv, part in self.kv.parts(buffer):
+            place_pages(kv, pages, part)
         placed.record(streams.engine)
 
     def map_pages(self, target: SharedPages) -> None:
@@ -159,10 +163,10 @@ class CudaSwap:
         self._streams.unregister(target.array)
 
     def _whole_pages(self, shared: SharedPages) -> Tensor:
-        """[pages, parts, elements]"""
-        parts, _, size = self._kv.shape
-        assert shared.page_bytes == parts * size * self._kv.dtype.itemsize, f"pages of {shared.page_bytes} bytes"
-        return torch.from_numpy(shared.array).view(self._kv.dtype).view(-1, parts, size)
+        """[pages, elements]"""
+        size = self.kv.num_elements
+        assert shared.page_bytes == size * self._dtype.itemsize, f"pages of {shared.page_bytes} bytes"
+        return torch.from_numpy(shared.array).view(self._dtype).view(-1, size)
 
     def _runs(self, hosts: Column) -> Iterator[tuple[Tensor, int, int]]:
         """Runs of consecutive host pages, and their range of the buffer: one copy each."""

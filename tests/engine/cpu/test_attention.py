@@ -42,6 +42,7 @@ def make_inputs(starts: list[int], lengths: list[int], page_rows: npt.NDArray[np
         positions=positions,
         rope_positions=positions,
         kv_indices=page_rows[rows, positions // page_size].astype(np.int64) * page_size + positions % page_size,
+        slots=np.arange(len(starts)),
         starts=np.array(starts),
         lengths=np.array(lengths),
         offsets=np.cumsum(lengths) - lengths,

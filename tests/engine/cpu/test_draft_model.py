@@ -72,14 +72,13 @@ def test_drafts_of_another_model_change_nothing(draft: str) -> None:
 
 
 def test_the_kv_cache_has_memory_for_both_models() -> None:
-    from paceline.engine.kv_sizing import num_kv_pages
+    from paceline.engine.kv_sizing import UnitBytes, num_kv_pages
 
-    specs = [shape("tiny-qwen3"), shape("tiny-llama")]
-    per_token = [spec.kv_bytes_per_token(4) for spec in specs]
+    models = [(shape("tiny-qwen3"), 4), (shape("tiny-llama"), 4)]
     options: dict[str, Any] = {"free": 10_000_000, "default_fraction": 0.5}
     one, both = (
-        num_kv_pages(EngineConfig(), count, SchedulerConfig(), {}, **options)
-        for count in (per_token[0], sum(per_token))
+        num_kv_pages(EngineConfig(), UnitBytes.of(16, some), SchedulerConfig(), {}, **options)
+        for some in (models[:1], models)
     )
     assert both < one
 

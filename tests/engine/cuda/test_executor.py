@@ -29,7 +29,7 @@ from paceline.llm import LLM
 from paceline.model.decoder import Decoder, MixtureOfExperts
 from paceline.request import FinishReason, Request, SamplingParams
 from paceline.scheduler.invariants import check as check_invariants
-from paceline.scheduler.plan import Join, Plan, Sharing, Swap
+from paceline.scheduler.plan import NO_CHANGES, Join, Plan, Sharing, Swap, TableChanges
 from paceline.scheduler.tracked_request import TrackedRequest
 from paceline.text.synthetic import synthetic_tokenizer
 from tests.engine.cuda.interpreted import (
@@ -63,12 +63,21 @@ def test_an_upload_waits_for_nothing_on_the_device(monkeypatch: pytest.MonkeyPat
     assert set(waited) == {"engine", "results"}
 
 
+def test_the_state_of_a_slot_is_cleared_where_a_request_joins() -> None:
+    llm, device = on_kernels("tiny-llama")
+    states = torch.full((4, 1, 64), 255, dtype=torch.uint8)
+    device.attention.cache.slotted.append(states)
+    with llm:
+        llm.generate(PROMPTS[:2], GREEDY)
+        assert states.amax((1, 2)).tolist() == [0, 0, 255, 255]
+
+
 def test_a_closed_engine_holds_no_kv_cache() -> None:
     llm, device = on_kernels("tiny-qwen3")
     with llm:
         llm.generate(PROMPTS[:1], GREEDY)
-        assert device.kv.untyped_storage().nbytes() > 0
-    assert device.kv.untyped_storage().nbytes() == 0, "somebody may keep it and make another engine"
+        assert device.kv[0].untyped_storage().nbytes() > 0
+    assert device.kv[0].untyped_storage().nbytes() == 0, "somebody may keep it and make another engine"
 
 
 OTHERS = ["tiny-gemma", "tiny-gemma2", "tiny-gemma3", "tiny-phi3", "tiny-olmo2", "tiny-olmoe", "tiny-granite"]
@@ -409,8 +418,7 @@ def plan_of(slots: list[int], starts: list[int], lengths: list[int], **fields: A
     def column(values: Any) -> Any:
         return np.array(values, np.int32)
 
-    none = column([])
-    given = {"joins": (), "page_slots": none, "page_indices": none, "page_ids": none, **fields}
+    given = {"joins": (), "page_changes": (NO_CHANGES,), **fields}
     return Plan(
         step=0,
         slots=column(slots),
@@ -454,7 +462,7 @@ WORD = np.array([1], np.int32)
     "changed",
     [
         {"joins": (Join.of(TrackedRequest(Request("b", np.arange(3))), 0),)},
-        {"page_slots": WORD, "page_indices": WORD, "page_ids": WORD},
+        {"page_changes": (TableChanges(WORD, WORD, WORD),)},
         {"swap": Swap(WORD, WORD, WORD, WORD)},
         {"sharing": Sharing(9, np.array([0, 1], np.int32), np.array([0], np.int32))},
         {"slots": [2, 1]},
@@ -486,9 +494,8 @@ def test_whatever_changes_is_uploaded(changed: dict[str, Any]) -> None:
 def test_the_later_of_two_writes_to_one_page_entry_wins() -> None:
     packer = PlanPacker(4, 100, 8, max_tokens=100)
     state = SlotState.empty(4, 8, 2, 4, "cpu")
-    changes = {"page_slots": [1, 0, 1], "page_indices": [2, 2, 2], "page_ids": [7, 8, 9]}
-    pages = {name: np.array(values, np.int32) for name, values in changes.items()}
-    apply_diff_reference(packer.pack(plan_of([1], [0], [1], **pages)).parts[0], state)
+    changes = TableChanges(*(np.array(values, np.int32) for values in ([1, 0, 1], [2, 2, 2], [7, 8, 9])))
+    apply_diff_reference(packer.pack(plan_of([1], [0], [1], page_changes=(changes,))).parts[0], state)
     assert state.page_table[:2, 2].tolist() == [8, 9]
 
 

@@ -60,7 +60,7 @@ def test_tokens_are_those_of_rounded_keys_and_values(name: str, options: dict[st
     """In prefill, mixed and decode batches, with cache hits, shared reads, drafts and pages from host memory."""
     wanted = expected(name, PROMPTS, SCALES)
     llm, device = on_kernels(name, fp8_kv=True, **options)
-    assert device.attention.scales is not None and device.kv.dtype is FP8
+    assert device.attention.scales is not None and device.kv_dtype is FP8
     device.attention.scales.copy_(SCALES)
     with llm:
         assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == wanted
@@ -120,8 +120,9 @@ def test_a_scale_is_a_power_of_two_that_leaves_headroom() -> None:
 
 def test_pages_take_half_the_bytes_of_16_bits() -> None:
     _, device = on_kernels("tiny-qwen3", fp8_kv=True, num_host_pages=3, max_swap_pages=1)
-    assert device.kv.nbytes == device.model.spec.kv_bytes_per_token(1) * 64 * 4
-    assert device.swap is not None and sum(block.nbytes for block in device.swap._blocks) == device.kv.nbytes * 3 // 64
+    (kv,) = device.kv
+    assert kv.nbytes == device.model.spec.kv_bytes_per_token(1) * 64 * 4
+    assert device.swap is not None and sum(block.nbytes for block in device.swap._blocks) == kv.nbytes * 3 // 64
     precision = Precision.of(EngineConfig(kv_dtype="fp8_e4m3"), "bfloat16")
     assert precision.kv_bytes(torch.bfloat16) == 1 and precision.kv_name == "fp8_e4m3"
     assert Precision.of(EngineConfig(), "bfloat16").kv_bytes(torch.bfloat16) == 2

@@ -203,7 +203,7 @@ def test_units_of_one_row_shared_units_and_prefill_run_side_by_side_in_a_graph(
     llm, device = on_kernels("tiny-qwen3", prefill_sizes=(16,))
     streams = RecordingStreams()
     parts = {NONE_SHARED: "own", OWN_UNITS: "own", SHARED_UNITS: "shared"}
-    layers: list[torch.Tensor] = [cache[0] for cache in device.attention.caches]
+    layers: list[torch.Tensor] = [keys for keys, _ in device.attention.caches.values()]
 
     def layer_of(cache: torch.Tensor) -> int:
         return [one.data_ptr() for one in layers].index(cache.data_ptr())

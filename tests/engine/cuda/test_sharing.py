@@ -18,7 +18,7 @@ from paceline.engine.cuda.sharing import (
     shared_units,
 )
 from paceline.kernels.layouts import SharedRowWord, SharedUnitWord
-from paceline.scheduler.plan import Plan, Sharing
+from paceline.scheduler.plan import NO_CHANGES, Plan, Sharing
 from tests.kernels import trees
 
 
@@ -28,7 +28,7 @@ def column(values: Any) -> np.ndarray:
 
 def decode_plan(common: list[int], own: int = 100, more: int = 256) -> Plan:
     """Row i and i + 1 have common[i] positions in common; each row has `own` others, and may grow by `more`."""
-    rows, none = np.arange(len(common) + 1, dtype=np.int32), column([])
+    rows = np.arange(len(common) + 1, dtype=np.int32)
     starts = np.maximum(column([0, *common]), column([*common, 0])) + own
     return Plan(
         step=0,
@@ -39,9 +39,7 @@ def decode_plan(common: list[int], own: int = 100, more: int = 256) -> Plan:
         samples=np.ones(len(rows), np.bool_),
         num_decodes=len(rows),
         joins=(),
-        page_slots=none,
-        page_indices=none,
-        page_ids=none,
+        page_changes=(NO_CHANGES,),
         num_tokens=len(rows),
         num_context_tokens=0,
         sharing=Sharing(1, rows, column(common)),

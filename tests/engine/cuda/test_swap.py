@@ -44,8 +44,21 @@ def test_pages_fetched_from_the_host_give_the_same_tokens_as_the_cpu() -> None:
 def test_warm_up_changes_no_page() -> None:
     kv = torch.randn(4, 3, 2, 8)
     before = kv.clone()
-    CudaSwap(HostStreams(), kv, 2, 1).warm_up()
+    CudaSwap(HostStreams(), [kv], 2, 1).warm_up()
     assert torch.equal(kv, before)
+
+
+def test_pages_of_two_groups_move_together() -> None:
+    groups = [torch.randn(4, 6, 3, 8), torch.randn(2, 6, 3, 40)]
+    before = [group.clone() for group in groups]
+    swap = CudaSwap(HostStreams(), groups, 5, 3)
+    swap.spill(torch.tensor([4, 1, 2], dtype=torch.int32), np.array([3, 0, 1], np.int32))
+    for group in groups:
+        group[:, [1, 2, 4]] = torch.nan
+    began, arrived = (HostStreams().event() for _ in range(2))
+    swap.fetch(torch.tensor([2, 5, 4], dtype=torch.int32), np.array([1, 0, 3], np.int32), began, arrived)
+    for group, old in zip(groups, before, strict=True):
+        assert torch.equal(group[:, [2, 5, 4, 0, 3]], old[:, [2, 1, 4, 0, 3]]) and group[:, 1].isnan().all()
 
 
 def test_host_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +67,7 @@ def test_host_memory_that_cannot_be_pinned_is_a_clear_error(monkeypatch: pytest.
 
     monkeypatch.setattr(HostStreams, "pinned", pinned)
     with pytest.raises(ConfigError, match=r"0.50 GiB of host memory for KV cannot be pinned \(CUDA error: out of mem"):
-        CudaSwap(HostStreams(), torch.zeros(4, 2, 256), 2**17, 1)
+        CudaSwap(HostStreams(), [torch.zeros(4, 2, 256)], 2**17, 1)
 
 
 def test_a_small_model_on_a_fast_gpu_fetches_only_long_prefixes() -> None:
@@ -138,7 +151,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, seed: int, *, with_exports: bool = 
     """Random plans as the scheduler may make them, on streams that run in any order that the events allow."""
     rng, watch = random.Random(seed), Watch()
     num_pages, num_hosts, most = 12, 10, 4
-    swap = CudaSwap(watch, torch.zeros(2, num_pages, 8), num_hosts, most)  # type: ignore[arg-type]
+    swap = CudaSwap(watch, [torch.zeros(2, num_pages, 8)], num_hosts, most)  # type: ignore[arg-type]
     buffers = {one.data_ptr(): name for name, one in zip("abcd", [*swap._out, *swap._in], strict=True)}
     host_at = swap._blocks[0].data_ptr()
     page_bytes = swap._blocks[0][0].numel() * 4
