@@ -16,6 +16,7 @@ from paceline.engine.cuda.graphs import buckets, draft_sizes
 from paceline.engine.cuda.inputs import PREFILL_SIZES
 from paceline.engine.cuda.lora import LoraSizes
 from paceline.engine.cuda.model import CudaModel
+from paceline.engine.cuda.parts import ExecutorSizes
 from paceline.engine.cuda.sampling import mask_words
 from paceline.engine.cuda.sharing import ShareRule
 from paceline.engine.cuda.streams import streams_of
@@ -108,9 +109,7 @@ def build_cuda(
             max_contexts=scheduler.max_running,
         )
         scheduler = replace(scheduler, num_pages=agree(num_pages))
-    executor = CudaExecutor(
-        model,
-        streams,
+    sizes = ExecutorSizes(
         num_pages=scheduler.num_pages,
         page_size=page_size,
         max_running=scheduler.max_running,
@@ -122,10 +121,9 @@ def build_cuda(
         share_rule=share_rule,
         prefill_sizes=prefill_sizes,
         max_drafts=scheduler.draft_tokens,
-        draft_model=draft_model,
         fp8_kv=precision.kv_dtype == FP8_KV,
     )
-    return executor, scheduler
+    return CudaExecutor(model, streams, sizes, draft_model), scheduler
 
 
 def _workspace_bytes(

@@ -30,7 +30,8 @@ import torch
 
 from paceline.codec import encode
 from paceline.engine.cuda.buffers import SENT_AT_ONCE
-from paceline.engine.cuda.executor import CudaExecutor, CudaPending
+from paceline.engine.cuda.executor import CudaExecutor
+from paceline.engine.cuda.pending import CudaPending
 from paceline.engine.executor import Executor, Result
 from paceline.engine.late_tokens import LateTokens
 from paceline.engine.weight_source import WeightSource

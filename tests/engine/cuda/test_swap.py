@@ -17,7 +17,7 @@ import torch
 from paceline.config import ConfigError
 from paceline.engine.cuda import swap as cuda_swap
 from paceline.engine.cuda.build import host_page_cost
-from paceline.engine.cuda.executor import _DEPTH
+from paceline.engine.cuda.parts import _DEPTH
 from paceline.engine.cuda.streams import HostStreams
 from paceline.engine.cuda.swap import CudaSwap
 from paceline.model.shapes import shape
