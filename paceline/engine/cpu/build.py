@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from paceline.config import EngineConfig, SchedulerConfig
 from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
@@ -21,14 +20,13 @@ def build_cpu(
         "max_row_tokens": min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
         "num_host_pages": scheduler.num_host_pages,
     }
-    options: dict[str, Any] = {"num_threads": config.threads, "max_lora_rank": config.max_lora_rank}
+    num_threads, max_lora_rank = config.threads, config.max_lora_rank
     stages = decoder.stages
     if stages is not None and not stages.shard.is_last:
         from paceline.engine.cpu.stages import StageRunner
 
-        return CpuExecutor(
-            StageRunner(decoder, stages, **sizes), num_threads=config.threads, max_lora_rank=config.max_lora_rank
-        )
+        first = StageRunner(decoder, stages, **sizes)
+        return CpuExecutor(first, num_threads=num_threads, max_lora_rank=max_lora_rank)
     runner = CpuModelRunner(
         decoder,
         **sizes,
@@ -37,10 +35,10 @@ def build_cpu(
         draft=draft,
     )
     if stages is None:
-        executor = CpuExecutor(runner, **options)
+        executor = CpuExecutor(runner, num_threads=num_threads, max_lora_rank=max_lora_rank)
         if isinstance(decoder, QuantizedModel):
             executor.capabilities = replace(executor.capabilities, weights=False)
         return executor
     from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need
 
-    return CpuExecutor(LastStageRunner(runner, stages), **options)
+    return CpuExecutor(LastStageRunner(runner, stages), num_threads=num_threads, max_lora_rank=max_lora_rank)
