@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -212,7 +212,8 @@ def _pinned_rates(device: torch.device, num_bytes: int) -> tuple[float, float, f
     is_cuda = device.type == "cuda"
     ours = [torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     hosts = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2)]
-    streams = [torch.cuda.Stream(device) if is_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+    make_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+    streams = [make_stream(device) if is_cuda else None for _ in range(2)]
 
     def seconds(directions: Sequence[int]) -> float:
         found = []

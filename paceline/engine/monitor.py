@@ -5,9 +5,10 @@ It reads the scheduler only on request and is notified of finished requests. It 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Literal, TypedDict
 
 import numpy as np
 
@@ -22,18 +23,35 @@ _HISTORY = 300  # samples, about a second apart while requests run
 _MIN_SAMPLE_S = 0.45  # between two samples
 
 
+class FinishedRequest(TypedDict):
+    """What the page lists of a request that has finished. Times are seconds; None for what never happened."""
+
+    id: str
+    tenant: str
+    at: float
+    prompt: int
+    cached: int
+    output: int
+    reason: str
+    wait: float | None
+    ttft: float | None
+    tpot: float | None
+    retractions: int
+
+
 class EngineMonitor:
     """All methods are called on the engine's thread."""
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._requests: dict[str, TrackedRequest] = {}
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        self._samples: deque[list[float]] = deque(maxlen=_HISTORY)  # time and the values the page plots
+        self._recent: deque[FinishedRequest] = deque(maxlen=_RECENT)
+        self._samples: deque[list[float | None]] = deque(maxlen=_HISTORY)  # time and the values the page plots
+        self._sampled_at = -math.inf
         self._began = clock()
         scheduler.journal.listeners.append(self._on_event)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         now = self._clock()
         self._sample(now)
         config = self._scheduler.config
@@ -48,7 +66,11 @@ class EngineMonitor:
             "snapshot": snapshot(self._scheduler, now),
             "samples": list(self._samples),
             "recent": [{**one, "ago": now - one["at"]} for one in reversed(self._recent)][:_SHOWN],
-            "latency": {name: self._percentiles(name) for name in ("wait", "ttft", "tpot")},
+            "latency": {
+                "wait": self._percentiles("wait"),
+                "ttft": self._percentiles("ttft"),
+                "tpot": self._percentiles("tpot"),
+            },
         }
 
     def _on_event(self, event: Event) -> None:
@@ -58,32 +80,33 @@ class EngineMonitor:
             request = self._requests.pop(event.request_id, None)
             if request is not None:
                 self._recent.append(_finished(request, event.time))
-            if not self._samples or event.time - self._samples[-1][0] >= 1.0:
+            if event.time - self._sampled_at >= 1.0:
                 self._sample(event.time)
 
     def _sample(self, now: float) -> None:
-        if self._samples and now - self._samples[-1][0] < _MIN_SAMPLE_S:
+        if now - self._sampled_at < _MIN_SAMPLE_S:
             return
+        self._sampled_at = now
         counters, config = self._scheduler.counters, self._scheduler.config
         # As in a snapshot: requests with a slot, including those whose last pass is in flight.
         num_running = config.max_running - self._scheduler.memory.slots.num_free
-        ttft = [one["ttft"] for one in self._recent if one["ttft"] is not None and now - one["at"] <= 30]
+        ttfts = [ttft for one in self._recent if (ttft := one["ttft"]) is not None and now - one["at"] <= 30]
         self._samples.append(
             [now, counters.decoded_tokens, counters.computed_tokens, counters.prompt_tokens, counters.hit_tokens,
-             num_running, self._scheduler.num_waiting, *_percentiles_of(ttft), counters.drafted_tokens,
+             num_running, self._scheduler.num_waiting, *_percentiles_of(ttfts), counters.drafted_tokens,
              counters.accepted_tokens]
         )  # fmt: skip
 
-    def _percentiles(self, name: str) -> list[float | None]:
-        return _percentiles_of([one[name] for one in self._recent if one[name] is not None])
+    def _percentiles(self, name: Literal["wait", "ttft", "tpot"]) -> list[float | None]:
+        return _percentiles_of([value for one in self._recent if (value := one[name]) is not None])
 
 
-def _percentiles_of(values: list[float]) -> list[Any]:
+def _percentiles_of(values: list[float]) -> list[float | None]:
     """p50 and p99, or None without values."""
     return [float(np.percentile(values, percent)) for percent in (50, 99)] if values else [None, None]
 
 
-def _finished(request: TrackedRequest, now: float) -> dict[str, Any]:
+def _finished(request: TrackedRequest, now: float) -> FinishedRequest:
     def since(moment: float | None) -> float | None:
         return None if moment is None else moment - request.arrival
 

@@ -6,7 +6,7 @@ adds up the chunks (`Pooler`). After a retraction a prompt is computed again, so
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ class PooledStates(NamedTuple):
     states: npt.NDArray[np.float64]  # [hidden]
 
 
-def pool_chunk(pooling: str, states: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def pool_chunk(pooling: str, states: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
     """Hidden states [tokens, hidden] of a chunk, reduced to [hidden]."""
     pooled: npt.NDArray[np.float64]
     pooled = states[-1].astype(np.float64) if pooling == "last" else states.sum(axis=0, dtype=np.float64)

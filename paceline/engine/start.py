@@ -58,7 +58,7 @@ def _has_kernels(folder: str | None) -> bool:
     return any(any(found.glob("*.list")) for found in (kernel_cache(), *([] if folder is None else [Path(folder)])))
 
 
-def _load_driver(options: Mapping[str, Any]) -> ctypes.CDLL | None:
+def _load_driver(options: Mapping[str, object]) -> ctypes.CDLL | None:
     """That of the GPU which the engine is going to use, as far as one can tell without torch."""
     given = {name: value for name, value in options.items() if name not in (*_ARGUMENTS, *_INTERNAL)}
     config = EngineConfig(**split_options(given, ("model", *_ARGUMENTS))[0])

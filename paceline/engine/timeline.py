@@ -12,14 +12,14 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from paceline.engine.executor import Result
 from paceline.scheduler.plan import Plan
 
-TraceEvent = dict[str, Any]
+TraceEvent = dict[str, object]
 HOST_LANES = ("plan", "launch", "wait", "commit", "masks", "text")
 
 
@@ -137,7 +137,7 @@ def trace_events(timelines: Sequence[Timeline], zero: float | None = None) -> It
         for what, step, began, ended in timeline.spans:
             yield span_event(1, HOST_LANES.index(what), f"{what} {step}", began, ended, {"step": step}, zero)
         for one, (began, ended) in zip(timeline.passes, timeline.device_spans(), strict=True):
-            args: dict[str, Any] = {
+            args: dict[str, object] = {
                 "step": one.step, "rows": one.num_decodes + one.num_prompts, "tokens": one.num_tokens,
                 "context_tokens": one.context_tokens, "idle_before_us": round(one.idle_s * 1e6, 1),
             }  # fmt: skip
@@ -149,7 +149,7 @@ def trace_events(timelines: Sequence[Timeline], zero: float | None = None) -> It
 
 
 def span_event(
-    process: int, thread: int, name: str, began: float, ended: float, args: dict[str, Any], zero: float
+    process: int, thread: int, name: str, began: float, ended: float, args: dict[str, object], zero: float
 ) -> TraceEvent:
     """A span, cut off at `zero`: a pass may have begun before."""
     # Both ends are rounded, not the duration: adjacent spans must not overlap.
@@ -167,7 +167,7 @@ def write_trace(path: Path, timelines: Sequence[Timeline]) -> None:
 def lane_names(process: int, name: str, threads: tuple[str, ...]) -> list[TraceEvent]:
     """Names a process and its threads, in this order."""
 
-    def named(what: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    def named(what: str, thread: int, args: dict[str, object]) -> dict[str, object]:
         return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": args}
 
     events = [named("process_name", 0, {"name": name}), named("process_sort_index", 0, {"sort_index": process})]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -38,7 +38,7 @@ class PhaseMark(NamedTuple):
 
     time: float
     phase: str  # queue, prefill, decode or finished
-    args: dict[str, Any]
+    args: dict[str, object]
 
 
 _PHASES = {Phase.WAITING: "queue", Phase.PREFILL: "prefill", Phase.DECODING: "decode"}
@@ -85,7 +85,7 @@ class TraceRecorder(Timeline):
             if plan.samples[row] and (marks := self.marks.get(request_id)) and marks[-1].phase == "prefill":
                 self._mark(request_id, self.passes[-1].waited, "decode", {})
 
-    def _mark(self, request_id: str, now: float, phase: str, args: dict[str, Any]) -> None:
+    def _mark(self, request_id: str, now: float, phase: str, args: dict[str, object]) -> None:
         self.marks.setdefault(request_id, []).append(PhaseMark(now, phase, args))
 
     def events(self) -> Iterator[TraceEvent]:

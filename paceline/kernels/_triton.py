@@ -12,10 +12,11 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import attrgetter, or_
+from types import FunctionType
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -26,12 +27,12 @@ class _NoTriton:
 
     constexpr = int
 
-    def jit(self, function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    def jit(self, function: Callable[..., object] | None = None, **_: object) -> object:
         return _Unlaunchable() if function is not None else lambda _function: _Unlaunchable()
 
 
 class _Unlaunchable:
-    def __getitem__(self, grid: object) -> Any:
+    def __getitem__(self, grid: object) -> Callable[..., None]:
         raise RuntimeError(
             "This operation needs a GPU kernel, and triton is not installed: install triton, or choose device cpu."
         )
@@ -50,10 +51,61 @@ except ImportError:
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # which knows no assembler
 
-Key = tuple[Any, ...]
-_ADDRESS, _DTYPE = torch.Tensor.data_ptr, attrgetter("dtype")
+KernelArgument = torch.Tensor | float  # of a launch: a tensor or a number
+Key = tuple[object, ...]
+_ADDRESS: Callable[..., int] = torch.Tensor.data_ptr
+_DTYPE = attrgetter("dtype")
 LAUNCH_PDL, PDL_ARCH = "launch_pdl", (9, 0)  # Triton's option of a launch with PDL, see `pdl_wait`; GPUs that have it
 _SUPPORTED_TRITON = "3.6."  # versions whose compiled launcher has the signature that `_TritonKernel` uses
+
+
+class Parameter(Protocol):
+    """A parameter of a Triton function."""
+
+    do_not_specialize: bool
+
+
+class TritonFunction(Protocol):
+    """What `triton.jit` makes of a function. A launch returns the compiled kernel."""
+
+    fn: FunctionType
+    params: Sequence[Parameter]
+    warmup: Callable[..., CompiledKernel]  # compiles, and launches nothing
+
+    def __hash__(self) -> int: ...
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel]: ...
+
+
+class _Launcher(Protocol):
+    """Launches one compiled kernel."""
+
+    launch: Callable[..., None]
+    launch_cooperative_grid: bool
+    launch_pdl: bool
+    global_scratch_size: int
+    profile_scratch_size: int
+
+
+class KernelMetadata(Protocol):
+    """What Triton says of a compiled kernel."""
+
+    name: str
+    shared: int  # bytes
+    num_warps: int
+    num_ctas: int
+    global_scratch_size: int
+    profile_scratch_size: int
+
+
+class CompiledKernel(Protocol):
+    """A kernel that Triton has compiled and loaded. `function` is its address."""
+
+    run: _Launcher
+    function: int
+    metadata: KernelMetadata
+    packed_metadata: object
+    asm: Mapping[str, bytes]  # by stage of the compiler
 
 
 class Launchable(Protocol):
@@ -64,7 +116,7 @@ class Launchable(Protocol):
 
 
 # A Triton function, its arguments and its constants -> the kernel that was compiled for them before, or None
-Loader = Callable[[Any, tuple[Any, ...], dict[str, Any]], Launchable | None]
+Loader = Callable[[TritonFunction, tuple[KernelArgument, ...], dict[str, object]], Launchable | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +124,8 @@ class _TritonKernel:
     """A kernel that Triton has compiled, and all arguments of its launcher that do not change between launches."""
 
     launcher: Callable[..., None]
-    before: tuple[Any, ...]  # from the function to the arguments
-    after: tuple[Any, ...]  # numbers; and constants, which the launcher counts and does not read
+    before: tuple[object, ...]  # from the function to the arguments
+    after: tuple[object, ...]  # numbers; and constants, which the launcher counts and does not read
 
     def launch(self, grid: tuple[int, ...], stream: int, pointers: list[int]) -> None:
         x, y, z = (*grid, 1, 1)[:3]
@@ -87,7 +139,7 @@ class _Signature:
     num_tensors: int
     compiled: dict[Key, Launchable] = field(default_factory=dict)
 
-    def key(self, device: int, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Key, list[int]]:
+    def key(self, device: int, args: tuple[KernelArgument, ...], constants: dict[str, object]) -> tuple[Key, list[int]]:
         """What the binary depends on, and the addresses of the tensors.
 
         Triton compiles another binary for other element types, for addresses that are not multiples of 16, and for
@@ -96,7 +148,7 @@ class _Signature:
         """
         tensors = args[: self.num_tensors]
         pointers = list(map(_ADDRESS, tensors))
-        misaligned: Any = reduce(or_, pointers, 0) % 16
+        misaligned: int | tuple[int, ...] = reduce(or_, pointers, 0) % 16
         if misaligned:  # at least one is: the key says which
             misaligned = tuple(pointer % 16 for pointer in pointers)
         numbers, names, values = args[self.num_tensors :], tuple(constants), tuple(constants.values())
@@ -117,7 +169,7 @@ class Kernel:
     load: ClassVar[Loader | None] = None  # finds kernels that were compiled ahead of time
     compile_s: ClassVar[float] = 0.0  # host time of first launches that went through Triton
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: TritonFunction) -> None:
         self.function = function
         self._signatures: dict[tuple[type, ...], _Signature | None] = {}
         self._knobs = triton.knobs.runtime
@@ -125,7 +177,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **constants: self._launch(grid, args, constants)
 
-    def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def _launch(self, grid: tuple[int, ...], args: tuple[KernelArgument, ...], constants: dict[str, object]) -> None:
         types = tuple(map(type, args))
         if types not in self._signatures:
             self._signatures[types] = signature_of(args)
@@ -154,7 +206,7 @@ class Kernel:
         kernel.launch(grid, current_stream(device), pointers)
 
 
-def _supported(constants: dict[str, Any]) -> dict[str, Any]:
+def _supported(constants: dict[str, object]) -> dict[str, object]:
     """Those of a launch through Triton, which this GPU can do."""
     if constants.get(LAUNCH_PDL) and torch.cuda.get_device_capability() < PDL_ARCH:
         return {**constants, LAUNCH_PDL: False}
@@ -170,7 +222,7 @@ def current_stream(device: int) -> int:
     return stream
 
 
-def signature_of(args: tuple[Any, ...]) -> _Signature | None:
+def signature_of(args: tuple[KernelArgument, ...]) -> _Signature | None:
     """None unless these are tensors followed by numbers."""
     is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
     count = sum(is_tensor)
@@ -179,7 +231,9 @@ def signature_of(args: tuple[Any, ...]) -> _Signature | None:
     return _Signature(count)
 
 
-def _triton_kernel(compiled: Any, numbers: tuple[float, ...], num_constants: int) -> _TritonKernel | None:
+def _triton_kernel(
+    compiled: CompiledKernel, numbers: tuple[KernelArgument, ...], num_constants: int
+) -> _TritonKernel | None:
     """None if this kernel needs scratch memory, which Triton allocates at launch."""
     launcher = compiled.run
     if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -199,7 +253,7 @@ def _triton_kernel(compiled: Any, numbers: tuple[float, ...], num_constants: int
     return _TritonKernel(launcher.launch, before, (*numbers, *(None,) * num_constants))
 
 
-def launched(function: Any) -> Any:
+def launched(function: TritonFunction) -> Kernel | TritonFunction:
     """Decorates a kernel that the host launches: makes it a `Kernel` where this version of Triton allows it."""
     if not HAS_TRITON or not triton.__version__.startswith(_SUPPORTED_TRITON):
         return function

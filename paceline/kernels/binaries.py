@@ -19,12 +19,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import torch
 
-from paceline.kernels._triton import triton
+from paceline.kernels._triton import Kernel, TritonFunction, triton
 from paceline.kernels.variants import KernelVariant
 
 
@@ -52,7 +51,7 @@ class _CompileOnlyDriver:
     def get_current_stream(self, device: int) -> int:
         return 0
 
-    def get_current_target(self) -> Any:
+    def get_current_target(self) -> object:
         return self._target
 
 
@@ -82,9 +81,10 @@ class _Pointer:
         return self._address
 
 
-def function_of(variant: KernelVariant) -> Any:
+def function_of(variant: KernelVariant) -> TritonFunction:
     """The Triton function of a variant."""
-    return getattr(importlib.import_module(variant.module), variant.name).function
+    kernel: Kernel = getattr(importlib.import_module(variant.module), variant.name)
+    return kernel.function
 
 
 class KernelStore:

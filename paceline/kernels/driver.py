@@ -6,9 +6,8 @@ import ctypes
 import struct
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
 
-from paceline.kernels._triton import LAUNCH_PDL, PDL_ARCH, Kernel, Launchable
+from paceline.kernels._triton import LAUNCH_PDL, PDL_ARCH, Kernel, KernelArgument, Launchable, TritonFunction
 from paceline.kernels.binaries import KernelBinary, KernelStore
 from paceline.kernels.variants import KernelVariant, variant_of
 
@@ -53,7 +52,9 @@ def use_binaries(store: KernelStore, variants: Iterable[KernelVariant]) -> None:
 
     has_pdl = divmod(store.arch, 10) >= PDL_ARCH
 
-    def load(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Launchable | None:
+    def load(
+        function: TritonFunction, args: tuple[KernelArgument, ...], constants: dict[str, object]
+    ) -> Launchable | None:
         variant = variant_of(function, args, constants)
         if variant not in functions:
             binary = store.read(variant)
@@ -61,20 +62,22 @@ def use_binaries(store: KernelStore, variants: Iterable[KernelVariant]) -> None:
                 return None
             functions[variant] = DriverFunction(binary)
         numbers = tuple(arg for arg in args if isinstance(arg, int | float))
-        return DriverKernel(functions[variant], variant, numbers, pdl=has_pdl and constants.get(LAUNCH_PDL, False))
+        return DriverKernel(
+            functions[variant], variant, numbers, pdl=has_pdl and bool(constants.get(LAUNCH_PDL, False))
+        )
 
     Kernel.load = load
 
 
 @cache
-def _libcuda() -> Any:
+def _libcuda() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
 class DriverFunction:
     """A compiled kernel, loaded into the current context."""
 
-    def __init__(self, binary: KernelBinary, library: Any = None) -> None:
+    def __init__(self, binary: KernelBinary, library: ctypes.CDLL | None = None) -> None:
         self.binary = binary
         self._library = _libcuda() if library is None else library
         self._module, self.handle = ctypes.c_void_p(), ctypes.c_void_p()
@@ -92,7 +95,7 @@ class DriverFunction:
         self._library.cuGetErrorString(status, ctypes.byref(text))
         raise DriverError(f"{name} of {self.binary.symbol} failed: {(text.value or b'unknown error').decode()}")
 
-    def _call(self, name: str, *args: Any) -> None:
+    def _call(self, name: str, *args: object) -> None:
         status = getattr(self._library, name)(*args)
         if status:
             self.fail(name, status)

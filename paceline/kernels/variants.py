@@ -14,11 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 
-from paceline.kernels._triton import LAUNCH_PDL, Kernel
+from paceline.kernels._triton import LAUNCH_PDL, Kernel, KernelArgument, TritonFunction
 
 _LARGE = 1 << 32  # does not fit 32 bits
 _MISALIGNED = "?"
@@ -31,7 +30,7 @@ class KernelVariant:
     module: str
     name: str
     args: tuple[Argument, ...]
-    constants: tuple[tuple[str, Any], ...]  # by name, with options of the compiler such as num_warps
+    constants: tuple[tuple[str, object], ...]  # by name, with options of the compiler such as num_warps
 
     @property
     def misaligned(self) -> list[int]:
@@ -39,7 +38,9 @@ class KernelVariant:
         return [at for at, arg in enumerate(self.args) if isinstance(arg, str) and arg.endswith(_MISALIGNED)]
 
 
-def variant_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> KernelVariant:
+def variant_of(
+    function: TritonFunction, args: tuple[KernelArgument, ...], constants: dict[str, object]
+) -> KernelVariant:
     """The variant that a launch of a Triton function needs."""
     names = tuple(
         [
@@ -52,7 +53,7 @@ def variant_of(function: Any, args: tuple[Any, ...], constants: dict[str, Any]) 
 
 
 @cache
-def _specialized(function: Any) -> list[bool]:
+def _specialized(function: TritonFunction) -> list[bool]:
     """Whether each parameter is, if it is a number."""
     return [not param.do_not_specialize for param in function.params]
 
@@ -82,7 +83,9 @@ def recorded_launches() -> Iterator[set[KernelVariant]]:
     """Meanwhile kernels are not launched: their variants are collected. Other threads must not launch any."""
     found: set[KernelVariant] = set()
 
-    def record(self: Kernel, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    def record(
+        self: Kernel, grid: tuple[int, ...], args: tuple[KernelArgument, ...], constants: dict[str, object]
+    ) -> None:
         found.add(variant_of(self.function, args, constants))
 
     launch = Kernel._launch

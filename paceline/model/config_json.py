@@ -129,7 +129,7 @@ def _ffns(family: ModelFamily, config: Mapping[str, Any], num_layers: int) -> li
     return [dense if layer in listed or (layer + 1) % step else experts for layer in range(num_layers)]
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def _dtype(config: Mapping[str, object]) -> str:
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
     return name if name in DTYPES else "float32"
 

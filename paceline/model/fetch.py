@@ -224,7 +224,7 @@ def _fetch_from_hub(name: str, progress: Progress | None, allowed: bool) -> Path
     try:
         # One short request first: the download itself retries for a long time before it fails.
         HfApi().model_info(repository, timeout=CONNECT_SECONDS)
-        options: dict[str, Any] = {"etag_timeout": CONNECT_SECONDS}
+        options: dict[str, object] = {"etag_timeout": CONNECT_SECONDS}
         if progress:
             options["tqdm_class"] = _bar_for(progress)
         return download(**options)
@@ -247,16 +247,16 @@ def may_pass(error: Exception) -> bool:
     return status in (408, 429) or status >= 500
 
 
-def _bar_for(progress: Progress) -> Any:
+def _bar_for(progress: Progress) -> type:
     """A tqdm class that draws nothing and calls `progress`: the hub client accepts only tqdm classes."""
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     class Bar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
+        def __init__(self, *args: object, **options: object) -> None:
             self._bytes = options.get("unit") == "B"
             super().__init__(*args, **{**options, "disable": False, "file": io.StringIO()})
 
-        def update(self, n: float | None = 1) -> Any:
+        def update(self, n: float | None = 1) -> object:
             shown = super().update(n)
             if self._bytes and self.total:
                 progress(int(self.n), int(self.total))

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ _OF_EXPERTS = re.compile(r"expert|block_sparse_moe|mlp\.(gate|router)$")
 _ENDS = ("lm_head", "embed_tokens")  # not linear layers of a layer, also where the file has only one of the two
 _RETRAIN = "train the adapter without it"
 # Options of PEFT that change what an adapter computes, and the value that leaves it as it is.
-_PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
+_PLAIN_OPTIONS: dict[str, tuple[object, ...]] = {
     "use_dora": (False, None),
     "use_qalora": (False, None),
     "lora_bias": (False, None),
@@ -172,7 +173,7 @@ def _adapted_matrices(file: LoraFile, spec: ModelSpec) -> Iterator[tuple[str, Te
     the module."""
     family, whole = next(family for family in FAMILIES if family.name == spec.family), stored_parts(spec)
     for module, (a, b) in file.tensors.items():
-        stored = StoredTensor(tuple(b.shape), 0, lambda part, b=b: b[part] if part else b)  # type: ignore[misc]
+        stored = StoredTensor(tuple(b.shape), 0, partial(_rows, b))
         adapted = adapt(spec, family, {f"{module}.weight": stored}, is_gguf=False)
         adapted = {name: rows for name, rows in adapted.items() if name in whole}
         if spec.has_experts and _OF_EXPERTS.search(module):
@@ -193,6 +194,10 @@ def _adapted_matrices(file: LoraFile, spec: ModelSpec) -> Iterator[tuple[str, Te
                 f"({spec.family}): give an adapter of this model."
             )
         yield module, a, adapted
+
+
+def _rows(b: Tensor, part: tuple[slice, ...]) -> Tensor:
+    return b[part] if part else b
 
 
 def _list(names: Iterable[str]) -> str:
@@ -295,7 +300,7 @@ def _check_config(config: Mapping[str, Any], folder: str) -> None:
         _check_modules(name, config.get(name), folder)
 
 
-def _check_modules(name: str, value: Any, folder: str) -> None:
+def _check_modules(name: str, value: object, folder: str) -> None:
     if isinstance(value, str):
         try:
             re.compile(value)

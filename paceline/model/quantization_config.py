@@ -7,7 +7,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ class CheckpointFormat:
         return MXFP4 if self.method == "mxfp4" else INT4 if self.group else FP8
 
 
-def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
+def read_format(config: Mapping[str, object]) -> CheckpointFormat | None:
     """The format that a config.json names; None: weights are not quantized."""
     given = config.get("quantization_config") or config.get("compression_config")
     if not given:
@@ -62,7 +62,7 @@ def read_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
     return _compressed_tensors(given)
 
 
-def _gptq(given: Mapping[str, Any]) -> CheckpointFormat:
+def _gptq(given: Mapping[str, object]) -> CheckpointFormat:
     _require(given, "bits", (4,))
     _require(given, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
@@ -117,7 +117,7 @@ def _group(given: Mapping[str, Any]) -> int:
     return int(given["group_size"])
 
 
-def _has_blocks(size: Any) -> bool:
+def _has_blocks(size: Iterable[int] | None) -> bool:
     if size is None:
         return False
     if list(size) != 2 * [FP8.block]:
@@ -126,7 +126,11 @@ def _has_blocks(size: Any) -> bool:
 
 
 def _require(
-    given: Mapping[str, Any], key: str, values: tuple[Any, ...], default: Any = None, name: str = "quantization_config"
+    given: Mapping[str, object],
+    key: str,
+    values: tuple[object, ...],
+    default: object = None,
+    name: str = "quantization_config",
 ) -> None:
     if (value := given.get(key, default)) not in values:
         supported = ", ".join(map(str, values))

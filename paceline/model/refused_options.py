@@ -21,7 +21,7 @@ def refuse_options(
 ) -> None:
     """Raises for options of a config.json that the family does not compute. The flags are what it computes: `_FACTORS`,
     a clamped SwiGLU, layers with a sliding window."""
-    supported: dict[str, tuple[Any, ...]] = {
+    supported: dict[str, tuple[object, ...]] = {
         "clip_qkv": (None,),
         "is_causal": (True, None),
         "use_bidirectional_attention": (False, None),
@@ -44,14 +44,14 @@ def refuse_options(
         _refuse(family, {"layer_types": kind}, {"layer_types": _LAYER_TYPES if windows else _LAYER_TYPES[:1]})
 
 
-def _usual_scale(config: Mapping[str, Any]) -> tuple[float, ...]:
+def _usual_scale(config: Mapping[str, object]) -> tuple[float, ...]:
     """The factor of the scores of attention, where the file says how long a head is."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     size = config.get("head_dim") or (hidden // heads if isinstance(hidden, int) and isinstance(heads, int) else 0)
     return (size**-0.5,) if isinstance(size, int) and size > 0 else ()
 
 
-def refuse_metadata(family: str, metadata: Mapping[str, Any]) -> None:
+def refuse_metadata(family: str, metadata: Mapping[str, object]) -> None:
     """The same of a GGUF file. metadata: by key, without the architecture."""
     supported = {
         "attention.causal": (True,),
@@ -62,7 +62,7 @@ def refuse_metadata(family: str, metadata: Mapping[str, Any]) -> None:
     _refuse(family, metadata, supported)
 
 
-def _refuse(family: str, options: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
+def _refuse(family: str, options: Mapping[str, object], supported: Mapping[str, tuple[object, ...]]) -> None:
     for name, values in supported.items():
         if name in options and options[name] not in values:
             known = " or ".join(json.dumps(value) for value in values)

@@ -11,7 +11,7 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from paceline.model.fetch import CONNECT_SECONDS, HUB_ID, ModelUnavailable, may_pass
 from paceline.model.spec import ModelError
@@ -68,11 +68,11 @@ def _reader(name: str, file: str) -> Callable[[int, int], tuple[bytes, int]]:
     """A function that reads bytes `first` to `last` of a file, and how many it has."""
     import huggingface_hub.utils
 
-    hub: Any = huggingface_hub.utils  # it exports these functions lazily, so their types are not known
+    hub: ModuleType = huggingface_hub.utils  # it exports these functions lazily, so their types are not known
     url, headers = huggingface_hub.hf_hub_url(name, file), hub.build_hf_headers()
 
     def read(first: int, last: int) -> tuple[bytes, int]:
-        response: Any = hub.get_session().get(
+        response = hub.get_session().get(
             url, headers={**headers, "range": f"bytes={first}-{last}"}, timeout=CONNECT_SECONDS
         )
         hub.hf_raise_for_status(response)

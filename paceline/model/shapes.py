@@ -44,10 +44,10 @@ _TINY = _spec(
 _GELU = Activation(kind="gelu_tanh")
 _SWIGLU = Activation(kind="clamped_swiglu")
 _GLOBAL, _LOCAL = RopeSpec(theta=1e6, kind="linear", factor=8.0), RopeSpec()  # of Gemma 3
-_GEMMA: dict[str, Any] = {
+_GEMMA: dict[str, object] = {
     "tied": True, "ffn": Dense(size=112, activation=_GELU), "norms": "both", "embedding_scale": 8.0, "rms_eps": 1e-6,
 }  # fmt: skip
-_GPT_OSS: dict[str, Any] = {
+_GPT_OSS: dict[str, object] = {
     "qkv_bias": True, "out_bias": True, "sinks": True,
     "rope": RopeSpec(
         theta=150_000.0, kind="yarn", factor=32.0, original_context=4096, truncate=False,

@@ -104,12 +104,20 @@ def build_engine(
                 check_tokenizer(draft, tokenizer)
             # It runs while the weights are loaded.
             trial = stack.enter_context(closing(TemplateTrial([] if path is None else tokenizer.templates)))
-            context: dict[str, Any] = {"seed": seed, "max_positions": found.scheduler.context_tokens}
-            kind = found.device.kind
-            fast = load_model(source, found.weights, kind, **context, progress=progress, group=group, stages=stages)
+            kind, context = found.device.kind, found.scheduler.context_tokens
+            fast = load_model(
+                source,
+                found.weights,
+                kind,
+                seed=seed,
+                max_positions=context,
+                progress=progress,
+                group=group,
+                stages=stages,
+            )
             drafter = None
             if draft is not None and found.draft_weights is not None:
-                drafter = load_model(draft, found.draft_weights, kind, **context)
+                drafter = load_model(draft, found.draft_weights, kind, seed=seed, max_positions=context)
             trial.check()
         engine = assemble(
             fast,
@@ -142,7 +150,7 @@ def _check_arguments(model: str | Path | None, load: str, seed: int) -> None:
         raise ConfigError(f"load is {load!r}: choose one of {', '.join(_LOAD)}.")
 
 
-def with_ranks(config: EngineConfig, scheduler_options: Mapping[str, Any]) -> dict[str, Any]:
+def with_ranks(config: EngineConfig, scheduler_options: Mapping[str, object]) -> dict[str, object]:
     """The scheduler's options, with those that follow from the engine's."""
     found = {"adapter_slots": config.max_loras, **scheduler_options}
     return {**found, "num_stages": config.pp} if config.pp > 1 else found
@@ -172,7 +180,7 @@ def find_draft(config: EngineConfig, source: UnloadedModel, progress: Progress |
 
 def resolve_here(
     config: EngineConfig,
-    scheduler_options: Mapping[str, Any],
+    scheduler_options: Mapping[str, object],
     source: UnloadedModel,
     draft: UnloadedModel | None = None,
     *,

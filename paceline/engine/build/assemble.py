@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,7 +40,7 @@ def assemble(
     decoder: DecoderModel,
     tokenizer: Tokenizer,
     config: EngineConfig,
-    scheduler_options: Mapping[str, Any],
+    scheduler_options: Mapping[str, object],
     *,
     trace: Trace | None = None,
     hooks: EngineHooks | None = None,

@@ -58,7 +58,7 @@ def prepare_kernels(
 def build_executor(
     decoder: DecoderModel,
     config: EngineConfig,
-    scheduler_options: Mapping[str, Any],
+    scheduler_options: Mapping[str, object],
     *,
     kernels: KernelPreparation | None = None,
     draft: DecoderModel | None = None,
@@ -108,7 +108,7 @@ def _host_options(
     decoder: DecoderModel,
     device: str,
     agree: Callable[[int], int],
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """The scheduler's options for the host memory tier, if it is enabled. agree: as in `build_executor`."""
     count = config.num_host_pages(page_size, given)
     dtype_bytes = 1 if config.kv_dtype == FP8_KV else decoder.kv_dtype.itemsize
@@ -121,7 +121,7 @@ def _host_options(
     if not count:
         return {}
     check_host_fits(count, page_bytes, page_size, free=max(free, 0))
-    found: dict[str, Any] = {"num_host_pages": count}
+    found: dict[str, float] = {"num_host_pages": count}
     if device == CUDA and "host_page_cost" not in given:
         from paceline.engine.cuda.build import host_page_cost
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,8 @@ from paceline.parallel.collectives import TorchGroup, connect, listen
 from paceline.parallel.stages import StagePipe
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
     from paceline.engine.executor import Executor
     from paceline.engine.rank_messages import RankSetup
     from paceline.engine.rank_processes import RankProcesses
@@ -37,7 +39,7 @@ def connect_ranks(
     draft: UnloadedModel | None,
     shape: str | None,
     seed: int,
-) -> Any:
+) -> TCPStore:
     """Sends all ranks what rank 0 has resolved. Returns the store by which they find each other."""
     from paceline.engine.rank_messages import RankSetup
 
@@ -108,7 +110,7 @@ def build_rank(setup: RankSetup, rank: int, size: int, agree: Callable[[int], in
 
 
 def links(
-    config: EngineConfig, backend: str, rank: int, store: Any, device: str
+    config: EngineConfig, backend: str, rank: int, store: TCPStore, device: str
 ) -> tuple[RankGroup | None, StagePipe | None]:
     """What this process has to do with the others: its place among the ranks, or among the stages."""
     if config.pp > 1:
@@ -121,7 +123,7 @@ def links(
     return _group(backend, Shard(rank, config.tp), store, device), None
 
 
-def _group(backend: str, shard: Shard, store: Any, device: str) -> RankGroup:
+def _group(backend: str, shard: Shard, store: TCPStore, device: str) -> RankGroup:
     if backend != "symmetric":
         return TorchGroup(shard, store, backend)
     from paceline.parallel.symmetric import SymmetricGroup  # not at the top: needs CUDA

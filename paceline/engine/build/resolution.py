@@ -33,7 +33,7 @@ from paceline.scheduler.plan import DRAFT_DEPTHS
 log = logging.getLogger("paceline.engine")
 
 # A prefill batch of 8,192 tokens takes milliseconds on a GPU and half a minute on a CPU.
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+DEFAULTS: Mapping[str, Mapping[str, float]] = {
     CPU: {
         "max_running": 64,
         "max_batch_tokens": 1024,
@@ -48,7 +48,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 @dataclass(frozen=True, slots=True)
 class Resolution:
     config: EngineConfig  # without any `auto` that this decides
-    scheduler_options: Mapping[str, Any]  # as given, with what follows from others
+    scheduler_options: Mapping[str, object]  # as given, with what follows from others
     scheduler: SchedulerConfig  # with the largest number of pages, unless it is given
     device: DeviceFacts
     spec: ModelSpec
@@ -91,7 +91,7 @@ class Resolution:
 def resolve(
     source: UnloadedModel,
     config: EngineConfig,
-    scheduler_options: Mapping[str, Any],
+    scheduler_options: Mapping[str, object],
     device: DeviceFacts,
     *,
     draft: UnloadedModel | None = None,
@@ -235,14 +235,19 @@ def backend(config: EngineConfig, device_kind: str) -> str:
     return "nccl" if config.collectives == AUTO else config.collectives
 
 
-def scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device_kind: str) -> SchedulerConfig:
+def scheduler_config(spec: ModelSpec, given: Mapping[str, object], device_kind: str) -> SchedulerConfig:
     """The given options on top of the defaults for this device and model."""
     model = {
         "context_tokens": spec.context_tokens,
         "chunk_context": spec.double_cost_context,
         "prefix_cache": not spec.keeps_states,
     }
-    options = {"num_pages": MAX_PAGES, **DEFAULTS[device_kind], **model, **given}  # not given: known with the executor
+    options: dict[str, Any] = {
+        "num_pages": MAX_PAGES,  # unless it is given, it is known with the executor
+        **DEFAULTS[device_kind],
+        **model,
+        **given,
+    }
     # A decode batch of all running requests must fit into a step: the option that was not given is adjusted.
     row_tokens = 1 + options.get("draft_tokens", 0)
     if "max_batch_tokens" not in given and isinstance(options["max_running"], int):
@@ -261,8 +266,8 @@ def scheduler_config(spec: ModelSpec, given: Mapping[str, Any], device_kind: str
 
 
 def resolve_drafts(
-    config: EngineConfig, given: Mapping[str, Any], device_kind: str, *, keeps_states: bool = False
-) -> tuple[dict[str, Any], OptionChoice]:
+    config: EngineConfig, given: Mapping[str, object], device_kind: str, *, keeps_states: bool = False
+) -> tuple[dict[str, object], OptionChoice]:
     """The scheduler's options, with those that follow from `speculate`, and what that is."""
     reason = "as given"
     speculate = config.speculate
@@ -280,7 +285,7 @@ def resolve_drafts(
     return options, OptionChoice("speculate", speculate, reason)
 
 
-def why_no_drafts(config: EngineConfig, given: Mapping[str, Any], device_kind: str) -> str | None:
+def why_no_drafts(config: EngineConfig, given: Mapping[str, object], device_kind: str) -> str | None:
     """Why drafts are not the default with other options."""
     if device_kind == "virtual":
         return "a virtual GPU has no tokens to draft from"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from paceline.config import EngineConfig, SchedulerConfig
-from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner
+from paceline.engine.cpu.executor import CpuExecutor, CpuModelRunner, ModelRunner
 from paceline.engine.cpu.quantized_model import DecoderModel
 
 
@@ -21,26 +20,25 @@ def build_cpu(
         "max_row_tokens": min(scheduler.context_tokens, scheduler.num_pages * scheduler.page_size),
         "num_host_pages": scheduler.num_host_pages,
     }
-    options: dict[str, Any] = {"num_threads": config.threads, "max_lora_rank": config.max_lora_rank}
     stages = decoder.stages
+    runner: ModelRunner
     if stages is not None and not stages.shard.is_last:
         from paceline.engine.cpu.stages import StageRunner
 
-        executor = CpuExecutor(StageRunner(decoder, stages, **sizes), **options)
+        runner = StageRunner(decoder, stages, **sizes)
     else:
-        runner = CpuModelRunner(
+        runner = whole = CpuModelRunner(
             decoder,
             **sizes,
             share_host=config.role == "decode",
             adapt_drafts=not scheduler.adaptive_drafts,
             draft=draft,
         )
-        if stages is None:
-            executor = CpuExecutor(runner, **options)
-        else:
+        if stages is not None:
             from paceline.engine.cpu.stages import LastStageRunner  # with msgspec, which one process does not need
 
-            executor = CpuExecutor(LastStageRunner(runner, stages), **options)
+            runner = LastStageRunner(whole, stages)
+    executor = CpuExecutor(runner, num_threads=config.threads, max_lora_rank=config.max_lora_rank)
     if decoder.is_packed:
         executor.capabilities = replace(executor.capabilities, weights=False)
     return executor

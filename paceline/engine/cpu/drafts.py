@@ -8,7 +8,7 @@ alone. A draft is accepted exactly if it equals that token, so the output is tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -164,7 +164,7 @@ class Verification:
         """The tokens that count, as indices into the sampled `tokens`, and how many each original sampling row has.
         `drafts` are the tokens that were fed behind each decode row's first, one after the other."""
         counts = np.zeros(self.num_rows, np.int32)
-        chosen: list[npt.NDArray[Any]] = []
+        chosen: list[npt.NDArray[np.int64]] = []
         at = used = 0
         for row, num in enumerate(self.num_drafts.tolist()):
             wrong = np.flatnonzero(tokens[at : at + num] != drafts[used : used + num])

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -103,7 +103,7 @@ def attention_for(decoder: DecoderModel, cache: KVCache) -> AttentionBackend[Inp
 class NativeAdapter(LoraWeights):
     """An adapter with the table that `native/native.c` reads: [layers, ADAPTED_MATRICES]."""
 
-    table: Any
+    table: ctypes.Array[AdaptedMatrix]
 
     @classmethod
     def of(cls, weights: LoraWeights) -> NativeAdapter:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 from paceline.logs import set_up_child_logs
 
@@ -62,23 +62,24 @@ class CompileWorkers:
             self._free.put(one)
         self._threads = ThreadPoolExecutor(count, "paceline-compile")
 
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+    def submit(self, function: Callable[..., T], *args: object) -> Future[T]:
         """Calls a function of this package in a free process."""
         return self._threads.submit(self._call, function, args)
 
-    def _call(self, function: Callable[..., T], args: tuple[Any, ...]) -> T:
+    def _call(self, function: Callable[..., T], args: tuple[object, ...]) -> T:
         pipes = self._free.get()
         try:
             pickle.dump((function, args), pipes.requests)
             pipes.requests.flush()
-            result, error = pickle.load(pipes.results)
+            answer: tuple[T, Exception | None] = pickle.load(pipes.results)
         except (EOFError, OSError) as broken:
             raise WorkerDied("a process that compiles kernels ended unexpectedly") from broken
         finally:
             self._free.put(pipes)
+        result, error = answer
         if error is not None:
             raise error
-        return result  # type: ignore[no-any-return]
+        return result
 
     def close(self) -> None:
         """Ends the processes. What they do not know yet is not done; what they are doing is finished and ignored."""
@@ -120,7 +121,7 @@ def _work(requests_end: int, results_end: int) -> None:
                 function, args = pickle.load(requests)
             except EOFError:
                 return
-            answer: tuple[Any, Exception | None]
+            answer: tuple[object, Exception | None]
             try:
                 answer = function(*args), None
             except Exception as error:  # the caller raises it

@@ -12,7 +12,7 @@ import resource
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.kernels._triton import Kernel
 
@@ -98,7 +98,7 @@ class LaunchWatch:
         is_loading = now.cpu_s - before.cpu_s > seconds / 2 or now.major_faults > before.major_faults
         return "library load" if is_loading else "host pause"
 
-    def _collects(self, phase: str, _: dict[str, Any]) -> None:
+    def _collects(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
             self._collect_began = time.perf_counter()
         else:

@@ -9,26 +9,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, Self, SupportsInt
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_cuda: Any = torch.cuda  # most of it is untyped
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+_cuda: ModuleType = torch.cuda  # most of it is untyped
 _PORTABLE = 1  # cudaHostRegisterPortable
 
 
-def _check(status: Any) -> None:
+def _check(status: SupportsInt) -> None:
     if int(status):
         raise RuntimeError(f"CUDA error {int(status)}: {_cuda.cudart().cudaGetErrorString(status)}")
 
 
 class CudaEvent(Protocol):
-    def record(self, stream: Any) -> None: ...
+    def record(self, stream: torch.Stream) -> None: ...
 
-    def wait(self, stream: Any) -> None:
+    def wait(self, stream: torch.Stream) -> None:
         """Makes work launched on `stream` from now on wait for this event."""
 
     def synchronize(self) -> None: ...
@@ -36,7 +40,7 @@ class CudaEvent(Protocol):
     def query(self) -> bool:
         """Whether it has completed."""
 
-    def elapsed_time(self, end: Any) -> float:
+    def elapsed_time(self, end: Self, /) -> float:
         """Milliseconds from this event to `end`; both have completed."""
 
 
@@ -45,19 +49,19 @@ class Graph(Protocol):
 
 
 class Streams(Protocol):
-    engine: Any  # runs forward passes and applies every change of device state
-    copy: Any  # copies uploads to staging buffers
-    results: Any  # copies results to the host; on this stream an upload would wait for the pass before it
-    side: Any  # decode attention, concurrently with prefill attention on the engine stream
-    shared: Any  # decode attention of shared units, concurrently with that of single rows
-    spill: Any  # copies KV pages to host memory
-    fetch: Any  # copies KV pages from host memory
-    send: Any  # sends hidden states to the next stage of a pipeline
+    engine: torch.Stream  # runs forward passes and applies every change of device state
+    copy: torch.Stream  # copies uploads to staging buffers
+    results: torch.Stream  # copies results to the host; on this stream an upload would wait for the pass before it
+    side: torch.Stream  # decode attention, concurrently with prefill attention on the engine stream
+    shared: torch.Stream  # decode attention of shared units, concurrently with that of single rows
+    spill: torch.Stream  # copies KV pages to host memory
+    fetch: torch.Stream  # copies KV pages from host memory
+    send: torch.Stream  # sends hidden states to the next stage of a pipeline
 
-    def follow(self, later: Any, earlier: Any) -> None:
+    def follow(self, later: torch.Stream, earlier: torch.Stream) -> None:
         """Makes work launched on `later` from now on wait for everything launched on `earlier` so far."""
 
-    def use(self, stream: Any) -> AbstractContextManager[Any]: ...
+    def use(self, stream: torch.Stream) -> AbstractContextManager[None]: ...
 
     def event(self) -> CudaEvent: ...
 
@@ -83,24 +87,25 @@ class Streams(Protocol):
 class CudaStreams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.engine: Any = _cuda.Stream(device)
-        self.copy: Any = _cuda.Stream(device)
-        self.results: Any = _cuda.Stream(device)
-        self.side: Any = _cuda.Stream(device)
-        self.shared: Any = _cuda.Stream(device)
-        self.spill: Any = _cuda.Stream(device)
-        self.fetch: Any = _cuda.Stream(device)
-        self.send: Any = _cuda.Stream(device)
-        self._pool: Any = None
+        self.engine: torch.Stream = _cuda.Stream(device)
+        self.copy: torch.Stream = _cuda.Stream(device)
+        self.results: torch.Stream = _cuda.Stream(device)
+        self.side: torch.Stream = _cuda.Stream(device)
+        self.shared: torch.Stream = _cuda.Stream(device)
+        self.spill: torch.Stream = _cuda.Stream(device)
+        self.fetch: torch.Stream = _cuda.Stream(device)
+        self.send: torch.Stream = _cuda.Stream(device)
+        self._pool: _POOL_HANDLE | None = None
 
-    def follow(self, later: Any, earlier: Any) -> None:
+    def follow(self, later: torch.Stream, earlier: torch.Stream) -> None:
         later.wait_stream(earlier)
 
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
+    def use(self, stream: torch.Stream) -> AbstractContextManager[None]:
         return _CurrentStream(stream)
 
-    def event(self) -> Any:
-        return _cuda.Event(enable_timing=True)
+    def event(self) -> CudaEvent:
+        event: CudaEvent = _cuda.Event(enable_timing=True)
+        return event
 
     def pinned(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, pin_memory=True)
@@ -119,7 +124,7 @@ class CudaStreams:
         # during the capture, and calls of other threads must not make it fail.
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(self.engine):
+        with _cuda.stream(self.engine):
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
                 work()
@@ -143,7 +148,7 @@ class _CurrentStream:
 
     __slots__ = ("_before", "_stream")
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: torch.Stream) -> None:
         self._stream = stream
 
     def __enter__(self) -> None:
@@ -164,18 +169,18 @@ class _HostEvent:
     def __init__(self) -> None:
         self._at = 0.0
 
-    def record(self, stream: Any) -> None:
+    def record(self, stream: torch.Stream) -> None:
         self._at = time.perf_counter()  # everything launched before has run
 
-    def wait(self, stream: Any) -> None: ...
+    def wait(self, stream: torch.Stream) -> None: ...
 
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: Any) -> float:
-        return float(end._at - self._at) * 1e3
+    def elapsed_time(self, end: _HostEvent, /) -> float:
+        return (end._at - self._at) * 1e3
 
 
 class _HostGraph:
@@ -183,21 +188,24 @@ class _HostGraph:
         self.replay = work
 
 
+def _host_stream(stream_id: int) -> torch.Stream:
+    return torch.Stream(stream_id=stream_id, device_index=0, device_type=0)
+
+
 class HostStreams:
     """All streams are one. A graph must end with its work on one stream, as CUDA demands: that is checked."""
 
-    engine, copy, results, side, shared, spill, fetch = "engine", "copy", "results", "side", "shared", "spill", "fetch"
-    send = "send"
+    engine, copy, results, side, shared, spill, fetch, send = map(_host_stream, range(8))  # told apart by their ids
 
     def __init__(self) -> None:
-        self._unjoined: set[str] = set()  # streams that the engine's stream does not wait for yet
+        self._unjoined: set[torch.Stream] = set()  # streams that the engine's stream does not wait for yet
 
-    def follow(self, later: Any, earlier: Any) -> None:
+    def follow(self, later: torch.Stream, earlier: torch.Stream) -> None:
         if later != self.engine:
             self._unjoined.add(later)
         self._unjoined.discard(earlier)
 
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
+    def use(self, stream: torch.Stream) -> AbstractContextManager[None]:
         return nullcontext()
 
     def event(self) -> CudaEvent:

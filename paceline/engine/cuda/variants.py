@@ -74,12 +74,12 @@ class DryGroup:
 @contextmanager
 def _without_gemms() -> Iterator[None]:
     """Leaves out GEMMs. On the meta device torch would import its compiler for `addmm`, which takes seconds."""
-    before = torch.mm, torch.addmm
-    torch.mm = torch.addmm = lambda *_, out, **__: out  # type: ignore[assignment]
+    before = {"mm": torch.mm, "addmm": torch.addmm}
+    vars(torch).update(dict.fromkeys(before, lambda *_, out, **__: out))
     try:
         yield
     finally:
-        torch.mm, torch.addmm = before
+        vars(torch).update(before)
 
 
 def _two_of_each_layer(spec: ModelSpec) -> ModelSpec:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from paceline.kernels.quantized_linear import QuantizedMatrix
 from paceline.model.linear import Matrix
 
 # The class of a matrix as it is kept -> that of what such matrices share, and that which computes one.
-_FORMATS: dict[type, tuple[Any, Any]] = {
+_FORMATS: dict[type, tuple[Callable[..., Work], Callable[..., CudaLinear]]] = {
     Tensor: (DenseWork, DenseLinear),
     QuantizedMatrix: (Fp8Work, Fp8Linear),
     GroupwiseMatrix: (GroupwiseWork, GroupwiseLinear),
@@ -46,8 +45,7 @@ class Linears:
         )
 
     def make(self, matrix: Matrix, place: Place) -> CudaLinear:
-        made: CudaLinear = _FORMATS[type(matrix)][1](matrix, place, self._works[type(matrix)], self._workspace)
-        return made
+        return _FORMATS[type(matrix)][1](matrix, place, self._works[type(matrix)], self._workspace)
 
     @property
     def has_packed(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class RandomDrafts:
         return limits, np.logical_and.accumulate(right, axis=1).sum(axis=1, dtype=np.int32)
 
 
-def _uniform(keys: npt.NDArray[np.uint64], positions: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+def _uniform(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """A number in [0, 1) for each key and position (SplitMix64)."""
     mixed = keys * np.uint64(0x9E3779B97F4A7C15) + positions.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
