@@ -79,7 +79,7 @@ class HybridDecoder:
     """A decoder of such a model. Its layers have no MLP: only the mixers matter here."""
 
     dtype = kv_dtype = torch.float32
-    precision, shard, group, stages, kv_scales = "float32", WHOLE_MODEL, None, None, None
+    precision, is_packed, shard, group, stages, kv_scales = "float32", False, WHOLE_MODEL, None, None, None
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = self.whole_spec = spec

@@ -125,7 +125,7 @@ def test_a_batch_has_one_pooling_launch_and_computes_no_logits(monkeypatch: pyte
     def no_logits(self: CudaModel, hidden: torch.Tensor) -> torch.Tensor:
         raise AssertionError("no token is sampled")
 
-    monkeypatch.setattr("paceline.engine.cuda.executor.pool_states", launching)
+    monkeypatch.setattr("paceline.engine.cuda.parts.pool_states", launching)
     llm, device = on_kernels("tiny-qwen3", overlap="off")
     with llm:
         monkeypatch.setattr(CudaModel, "logits", no_logits)
