@@ -87,7 +87,7 @@ class _Peer:
         self.may_write = self.is_local or owner.memory is not None  # this engine's memory
         self.writes = self.may_write  # as agreed when it was connected; otherwise it sends pages
         self._connection: KvConnection | None = None
-        self._connecting = False
+        self._connecting = self._is_closed = False
         self._connector: threading.Thread | None = None  # the last one
         self._greeted: socket.socket | None = None  # during the handshake
         self._unsent: list[tuple[StartPrefill, Sequence[Waitable]]] = []  # until it is connected
@@ -155,8 +155,13 @@ class _Peer:
     def _connect(self) -> None:
         owner = self._owner
         try:
-            self._greeted = peer = connect(self.address)
+            peer = connect(self.address)
+            with self._lock:
+                self._greeted = peer
+                is_closed = self._is_closed
             try:
+                if is_closed:  # before there was a connection to end
+                    raise ConnectionAbortedError("this engine is closed")
                 shared = owner.shared if self.is_local else None
                 self.writes = greet(peer, owner.token, owner.layout, shared, None if shared else owner.memory)
             except BaseException:
@@ -200,6 +205,7 @@ class _Peer:
     def close(self) -> None:
         """Ends the connection, and the threads of this object."""
         with self._lock:
+            self._is_closed = True
             connector, greeted = self._connector, self._greeted if self._connecting else None
         if greeted is not None:
             with contextlib.suppress(OSError):  # the peer may be gone already

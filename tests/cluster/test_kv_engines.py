@@ -430,6 +430,29 @@ def test_no_handshake_outlives_its_engine(tmp_path: Path, monkeypatch: pytest.Mo
             assert not kv_threads()
 
 
+def test_no_handshake_begins_when_its_engine_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is there when the engine is closed, and its thread has not seen it yet."""
+    monkeypatch.setattr(kv_connection, "HANDSHAKE_S", 120.0)
+    is_closing = threading.Event()
+
+    def slow_connect(address: str) -> socket.socket:
+        found = kv_connection.connect(address)
+        assert is_closing.wait(30)
+        return found
+
+    monkeypatch.setattr(kv_receiver, "connect", slow_connect)
+    with Pair(tmp_path, "tcp") as pair, socket.create_server(("127.0.0.1", 0)) as silent:
+        peer = pair.remote._peer(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        peer.connect()
+        with silent.accept()[0]:
+            closing = threading.Thread(target=peer.close)
+            closing.start()
+            wait_until(lambda: peer._is_closed)
+            is_closing.set()
+            closing.join(30)
+            assert not closing.is_alive() and peer._connector is not None and not peer._connector.is_alive()
+
+
 # ---------------------------------------------------------------------- strangers at the address of a prefill engine
 
 
