@@ -274,10 +274,22 @@ def test_killing_an_engine_under_load_ends_or_retries_its_streams_and_no_others(
 def test_requests_without_output_are_retried_on_another_engine(slow: ServerProcess) -> None:
     """Responses that are not streamed have sent nothing before their end."""
     engines, retries = slow.children["engine"], metric(slow, "router_retries_total")
+    is_killed = threading.Event()
+
+    def ask(number: int) -> httpx.Response:
+        """The first response after the kill: the engines have requests until then, however slow this process is."""
+        while True:
+            response = complete(slow, [700 + number] * 40, 600)
+            if is_killed.is_set() or response.status_code != 200:
+                return response
+
     with ThreadPoolExecutor(24) as pool:
-        found = [pool.submit(complete, slow, [700 + number] * 40, 600) for number in range(24)]
-        wait_until(lambda: min(metric(slow, "num_requests_open", replica=replica) for replica in "01") > 0)
-        os.kill(engines[1], signal.SIGKILL)
+        found = [pool.submit(ask, number) for number in range(24)]
+        try:
+            wait_until(lambda: min(metric(slow, "num_requests_open", replica=replica) for replica in "01") > 0)
+            os.kill(engines[1], signal.SIGKILL)
+        finally:
+            is_killed.set()
         responses = [one.result() for one in found]
     assert [one.status_code for one in responses] == [200] * 24
     for number, response in enumerate(responses):
