@@ -82,7 +82,7 @@ class CudaMlp:
         assert isinstance(other, Mlp), "the decoders have the same spec"
         self.gate_up.load(other.gate_up, norm)
         self.down.load(other.down)
-        load_norm(self.down.norm_behind, norm_behind)
+        load_vector(self.down.norm_behind, norm_behind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,12 +177,12 @@ class CudaLayer:
         self.qkv.load(other.qkv, weight_of(other.attention_norm))
         self.out.load(other.out)
         self.block.load(other.mlp, weight_of(other.mlp_norm), weight_of(other.mlp_post_norm))
-        load_norm(self.out.norm_behind, weight_of(other.attention_post_norm))
-        load_norm(self.whole_qk_norm, other.qk_norm)
-        load_norm(self.sinks, other.sinks)
+        load_vector(self.out.norm_behind, weight_of(other.attention_post_norm))
+        load_vector(self.whole_qk_norm, other.qk_norm)
+        load_vector(self.sinks, other.sinks)
         if other.qk_norm is not None:
-            load_norm(self.q_norm, other.qk_norm[0])
-            load_norm(self.k_norm, other.qk_norm[other.mixer.num_heads])
+            load_vector(self.q_norm, other.qk_norm[0])
+            load_vector(self.k_norm, other.qk_norm[other.mixer.num_heads])
 
 
 class LayerMaker:
@@ -263,7 +263,7 @@ class LayerMaker:
         return Adapted(made, lambda source, out: add(adapter, source, out))
 
 
-def load_norm(mine: Tensor | None, theirs: Tensor | None) -> None:
+def load_vector(mine: Tensor | None, theirs: Tensor | None) -> None:
     """Copies a vector in place, if there is one."""
     if mine is not None and theirs is not None:
         mine.copy_(theirs)

@@ -64,21 +64,8 @@ class ResidualStream:
     """
 
     __slots__ = (
-        "_buffers",
-        "adapts",
-        "can_defer",
-        "eps",
-        "fused",
-        "gelu",
-        "group",
-        "is_normed",
-        "normed",
-        "norms",
-        "partial",
-        "pdl",
-        "scales",
-        "square_columns",
-        "x",
+        "_buffers", "adapts", "can_defer", "eps", "fused", "gelu", "group", "is_normed", "normed", "norms", "partial",
+        "pdl", "scales", "square_columns", "x",
     )  # fmt: skip
 
     def __init__(
